@@ -58,10 +58,10 @@ except PackageNotFoundError:  # the package runs from a source tree
 def compile(
     function: "Callable[..., Any]", *, fullgraph: bool = True, **options: Any
 ) -> "Callable[..., Any]":
-    """Compile a model or a training step with Halley's backend of ``torch.compile``.
+    """Return a model or training step compiled by ``torch.compile`` with Halley's backend.
 
-    The pass schedules weight-gradient GEMMs under all-to-alls. MoE layers must use a strategy that
-    can be traced: "functional", "unfused" or "fused".
+    Halley's pass schedules weight-gradient GEMMs under all-to-alls. MoE layers must use a strategy
+    that can be traced: "functional", "unfused" or "fused".
 
     Args:
         function: a module or a function of tensors.
@@ -74,7 +74,8 @@ def compile(
     Raises:
         ValueError: an option is unknown or has a value that is not allowed.
     """
-    # Imported here: Dynamo imports Triton, whose first import decides how kernels run.
+    # Imported at this call: Dynamo imports Triton, whose first import reads TRITON_INTERPRET, the
+    # choice between compiled and interpreted kernels.
     import torch
     import torch._dynamo.config
 

@@ -68,7 +68,7 @@ def _compare_loads(
     num_ranks: int,
     model: ModelConfig | None,
 ) -> tuple[Table, dict[str, object]]:
-    """Compare the loads of ranks without and with placements; return a table and JSON keys."""
+    """Return the loads of ranks without and with placements, as a table and as fields for JSON."""
     num_experts = len(counts_ME[0])
     before_MW: list[list[float]] = []  # empty if E % W is not 0
     if num_experts % num_ranks == 0:
@@ -108,7 +108,7 @@ def _compare_loads(
 
 
 def _expert_bytes(config: ModelConfig) -> int:
-    """Return the bytes of the weights of one expert in bfloat16."""
+    """Return the bytes of the weights and biases of one expert in bfloat16."""
     moe = config.moe
     up_size = moe.intermediate_size * (2 if moe.activation == "swiglu" else 1)
     num_weights = (up_size + moe.intermediate_size) * config.hidden_size
@@ -117,7 +117,7 @@ def _expert_bytes(config: ModelConfig) -> int:
 
 
 def _overall(loads_MW: Sequence[Sequence[float]]) -> float | None:
-    """Return the largest load of a rank over the mean load, both summed over the layers."""
+    """Return largest over mean load of a rank, each summed over layers; None without loads."""
     if not loads_MW:
         return None
     total = math.fsum(math.fsum(loads) for loads in loads_MW)

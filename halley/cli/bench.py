@@ -172,7 +172,7 @@ def layer_cases(
     spare: int | None = None,
     device: str,
 ) -> list[LayerCase]:
-    """Return one layer to measure for each combination of model, number of tokens and load.
+    """Return a ``LayerCase`` for each combination of model, number of tokens and load.
 
     The arguments are options of commands; a wrong one is a ``ValueError``.
     """
@@ -195,7 +195,7 @@ def layer_cases(
 
 
 def split_strategy_names(text: str) -> list[str]:
-    """Split a comma-separated list of strategies; raise ``ValueError`` if one is unknown."""
+    """Return the strategies of a comma-separated list; raise ``ValueError`` if one is unknown."""
     names = split_names(text, option="strategies")
     for name in names:
         check_strategy(name)
@@ -205,7 +205,7 @@ def split_strategy_names(text: str) -> list[str]:
 def _case_name(
     cases: list[LayerCase], strategies: list[str], tp_sizes: list[int], max_load: float
 ) -> str:
-    """Return the key "case" of result lines: "layer", then the options that are not the default."""
+    """Return the value of the key "case": "layer", and a suffix such as "-tp" per option in use."""
     kinds = {name.partition(":")[0] for name in strategies}
     differs = {
         "nodes": bool(kinds & {"deduplicated", "hierarchical"}),
@@ -236,7 +236,7 @@ def _check_graphs(max_load: float, strategies: list[str], *, device: str) -> Non
 def check_output(
     output: Path | None, *, case: str, device: str, num_ranks: int, has_chart: bool
 ) -> None:
-    """Raise ``ValueError`` unless result lines, and perhaps a chart, can be written to a folder."""
+    """Raise ``ValueError`` if result lines, or with ``has_chart`` a chart, cannot be written."""
     if output is None:
         return
     if has_chart:
@@ -251,7 +251,7 @@ def check_output(
 
 @contextmanager
 def saved_rows(world: World, output: Path | None) -> Iterator[Callable[[list[Row]], None]]:
-    """Yield a function that saves the result lines so far, so that an interrupt loses one case.
+    """Yield a function that writes all result lines so far, so that an interrupt loses one case.
 
     Without a folder ``output``, the lines are printed if an error or an interrupt ends the block.
     Only the first rank writes and prints.
@@ -297,7 +297,7 @@ def layer_table(rows: list[Row]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         median, bound = row["median_us"], row["floor_us"]
-        # The column "routing" shows, for example, "zipf:1.2 +1 /2".
+        # For example "zipf:1.2 +1 /2": the load, 1 spare expert per rank, 2 ranks per expert.
         placed = "" if row.get("spare") is None else f" +{row['spare']}"
         shared = "" if row["tp_size"] == 1 else f" /{row['tp_size']}"
         table.add_row(
@@ -319,7 +319,7 @@ def layer_table(rows: list[Row]) -> Table:
 
 
 def format_ms(duration_us: object) -> str:
-    """Return a time in microseconds as a text in milliseconds with two digits; "" for None."""
+    """Return a time in microseconds as a text in milliseconds with two decimals; "" for None."""
     return "" if duration_us is None else f"{to_float(duration_us) / 1e3:.2f}"
 
 

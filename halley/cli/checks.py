@@ -15,7 +15,7 @@ from halley.moe.memory_check import total_memory
 
 
 MAX_PLANNED_RANKS = 65536
-# Arguments of ``check_replaceable`` for a PNG of matplotlib.
+# Keyword arguments of ``check_replaceable`` for a chart, which is a PNG of matplotlib.
 CHART = {"what": "a chart of Halley's", "start": b"\x89PNG\r\n\x1a\n", "inside": b"Matplotlib"}
 
 _MAX_COUNT = 10**6  # samples or steps: more would run for days
@@ -24,7 +24,7 @@ _HEAD_BYTES = 4096
 
 
 def check_package(name: str, *, extra: str, option: str) -> None:
-    """Raise ``ValueError`` if a package is missing, with the extra of Halley that installs it."""
+    """Raise ``ValueError`` if a package is missing; name the extra of Halley that installs it."""
     if find_spec(name) is None:
         raise ValueError(
             f"{option} must have the package {name}: pip install '.[{extra}]' in a checkout of "
@@ -60,7 +60,7 @@ def check_seed(seed: int) -> None:
 
 
 def split_names(text: str, *, option: str) -> list[str]:
-    """Split a comma-separated list; raise ``ValueError`` if it is empty or has a name twice."""
+    """Return the names of a comma-separated list; ``ValueError`` for none or a repeated one."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
         raise ValueError(f"{option} ({text}) must name at least one")
@@ -69,7 +69,7 @@ def split_names(text: str, *, option: str) -> list[str]:
 
 
 def split_integers(text: str, *, option: str) -> list[int]:
-    """Split a comma-separated list; raise ``ValueError`` unless all are distinct integers > 0."""
+    """Return the integers of a comma-separated list; ``ValueError`` unless distinct and > 0."""
     words = split_names(text, option=option)
     if not all(word.isascii() and word.isdecimal() and int(word) > 0 for word in words):
         raise ValueError(f"{option} ({text}) must be positive integers with commas between")
@@ -91,7 +91,7 @@ def check_known(names: Sequence[str], allowed: Sequence[str], *, option: str) ->
 
 
 def rank_memory_bytes(num_ranks: int, *, device: str) -> int:
-    """Return the memory of this rank's GPU, or on a CPU an equal share of the host's memory.
+    """Return the bytes of this rank's GPU memory, or on a CPU of an equal share of host memory.
 
     The environment of torchrun overrides ``num_ranks``, the number of ranks of this host.
     """
@@ -115,7 +115,7 @@ def check_readable(path: Path, *, option: str) -> None:
 def check_replaceable(
     path: Path, *, option: str, what: str, start: bytes = b"", inside: bytes = b""
 ) -> None:
-    """Raise ``ValueError`` unless a file can be written, and is new or was written by Halley.
+    """Raise ``ValueError`` unless a file can be written, and is new, empty or written by Halley.
 
     Creates the folder of the file, and does not change the file. ``what`` names the content of such
     files in the error. They begin with ``start`` and have ``inside`` in their first 4096 bytes.
@@ -140,7 +140,7 @@ def check_replaceable(
 
 
 def check_chart(path: Path | None, *, option: str) -> None:
-    """Raise ``ValueError`` unless a chart can be written: to a new .png, or over an old chart."""
+    """Raise ``ValueError`` unless ``path`` is None, or a new .png or a chart to replace."""
     if path is None:
         return
     check_package("matplotlib", extra="plot", option=f"{option} ({path})")

@@ -29,7 +29,7 @@ from halley.tools.layer_case import LayerCase
 
 _MAX_TIME_LIMIT_S = 10**7  # 116 days; timers of the threading module overflow soon above
 
-# Keys of ``measure_buffers`` with the text that the table shows.
+# Keys of ``measure_buffers``, each with the text that ``choice_table`` shows for it.
 _BUFFERS = {
     "routing_mib": "flags and routing, symmetric",
     "send_mib": "send buffers, symmetric",
@@ -96,7 +96,7 @@ def doctor(
 
 
 def _try_layer(case: LayerCase, *, device: str, limit_s: float) -> int:
-    """Run an MoE layer on this rank; rank 0 prints the machine and the choice of "auto"."""
+    """Run "auto" on an MoE layer, a collective; rank 0 prints machine and choice. Return 0."""
     texts = ["waiting for the other ranks"]
     layer = f"(model {case.model.name}, {case.num_tokens} tokens a rank)"
     advice = "lower --tokens, choose a smaller --model or raise --time-limit"
@@ -142,7 +142,7 @@ def _time_limit(limit_s: float, *, explain: Callable[[], str]) -> Iterator[None]
 
 
 def choice_table(choice: LayerChoice) -> Table:
-    """Return a table of the strategy that "auto" chose; missing access to peer memory is red."""
+    """Return a table of the choice of "auto": reason, times, peer access and memory of fused."""
     times = [(escape(name), f"{time_us:,.0f} us") for name, time_us in choice.times_us.items()]
     reason = ("why", escape(choice.reason))
     problem = f"[red]no: {escape(choice.access_problem)}[/red]"
@@ -166,7 +166,7 @@ def choice_table(choice: LayerChoice) -> Table:
 
 
 def machine_table(machine: Machine) -> Table:
-    """Return a table of the facts about a machine; each problem of a strategy is red."""
+    """Return a table of all fields of a machine; each problem of a strategy is red."""
     packages = [
         (name, version or escape(f"- pip install '.[{OPTIONAL_PACKAGES[name]}]'"))
         for name, version in machine.packages.items()
@@ -186,7 +186,7 @@ def machine_table(machine: Machine) -> Table:
 
 
 def _table(title: str, sections: dict[str, list[tuple[str, str]]]) -> Table:
-    """Return a table whose sections are lists of two cells in rich's markup."""
+    """Return a table from sections by name; each row is two cells in rich's markup."""
     columns = [Column(name, overflow="fold") for name in ("", "what", "state")]
     table = Table(*columns, title=title)
     for section, rows in sections.items():
@@ -208,7 +208,7 @@ def _devices(machine: Machine) -> list[tuple[str, str]]:
 
 
 def _links(links: list[Link]) -> list[tuple[str, str]]:
-    """Return table rows for links, one row for all pairs of GPUs with the same kind of link."""
+    """Return a row for each kind of link and peer access: the pairs of GPUs, and that kind."""
     pairs: dict[str, list[str]] = defaultdict(list)
     for link in links:
         access = f"peer access {_mark(link.peer_access)}"

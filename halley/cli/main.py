@@ -28,13 +28,13 @@ _MIN_SIMILARITY = 0.8  # difflib ratio of a suggested option: no --seed for --no
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A Python script and its arguments, which ``main`` runs after the command ``halley run``."""
+    """A Python script and its arguments, which ``halley run`` returns and ``main`` then runs."""
 
     path: Path
     arguments: list[str]
 
     def run(self) -> int:
-        """Run the script in this process; return the exit code that ``python script.py`` has.
+        """Run the script in this process; return its exit code 0 or 1, or raise its ``SystemExit``.
 
         Tracebacks begin in the script. Ranks with the same error print it once.
         """
@@ -137,16 +137,17 @@ app.command("trace")(train.trace)
 app.command("export")(train.export)
 app.command("doctor")(doctor.doctor)
 app.command("tune")(tune.tune)
-# Without interspersed arguments, all words after the script's path are arguments of the script.
+# Interspersed arguments are off, so that all words after the script are arguments of the script.
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
 
 
 def main(
     argv: list[str] | None = None, *, commands: typer.Typer = app, module: str = "halley.cli"
 ) -> int:
-    """Run one command; return 0 for success, 1 for a failure, 2 for a mistake of the user.
+    """Run one command; return its exit code: 0, 1 for a failure, 2 for a user's mistake, or others.
 
-    The exit code of an interrupt is 130; only the process that started the ranks reports it.
+    The others are 130 for an interrupt, which only the process that started the ranks reports, 141
+    for a closed output, and those of a script, of ranks or of ``halley train``.
 
     Args:
         argv: arguments without the program's name; None takes those of this process.
@@ -161,7 +162,7 @@ def main(
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             code = commands(arguments, prog_name=commands.info.name, standalone_mode=False)
-        # A full disk must give exit code 1. The flush at Python's exit would only print a message.
+        # Flush here, so that a full disk gives exit code 1. The flush at exit would only print it.
         _flush_output()
     except KeyboardInterrupt:
         code = INTERRUPTED
@@ -211,7 +212,7 @@ def _check_arguments(arguments: list[str]) -> None:
 
 
 def _report(error: Exception, *, details: str) -> int:
-    """Print ``details``, then an error of a command as one line; return the exit code."""
+    """Report an error of a command as one line, after ``details``; return exit code 1 or 2."""
     usage = _usage_text(error)
     is_mistake = usage is not None or isinstance(error, ValueError)
     text = str(error) or type(error).__name__ if usage is None else usage
@@ -247,8 +248,8 @@ def _flush_output() -> None:
 
 
 def _discard_output() -> None:
-    """Send buffered output to the null device: Python's flush at exit would fail again."""
-    # Standard output may be closed, or may have no file descriptor.
+    """Redirect standard output to the null device, as Python's flush at exit would fail again."""
+    # Ignore a standard output that is closed or has no file descriptor.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
@@ -256,5 +257,5 @@ def _discard_output() -> None:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """Print a warning as one line, without the place in the code."""
+    """Print a warning to standard error as one line, without the place in the code."""
     sys.stderr.write(f"halley: warning: {' '.join(str(message).split())}\n")

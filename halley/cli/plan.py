@@ -106,7 +106,7 @@ def graph(
     JSON line.
     """
     run_config = read_config(config, overrides)
-    # The check of ``halley.compiler.options``, here without the import of torch's compiler.
+    # ``halley.compiler.options`` checks this too, but its import loads torch's compiler.
     if not 0.0 <= memory_margin < math.inf:
         raise ValueError(f"memory_margin ({memory_margin}) must be finite and at least 0")
     _check(run_config, ranks=ranks, measure=measure, device=device, link=link)
@@ -149,7 +149,7 @@ def graph(
 def _plan(
     config: RunConfig, options: dict[str, Any], *, peer_access: bool, show: Progress
 ) -> tuple[tuple[str, ...], StepPlan | None]:
-    """Return the strategy of each MoE layer, and the plan if the user names no strategies."""
+    """Return the strategy of each MoE layer, and the plan, or None if the user names strategies."""
     if config.strategy != PLANNED:
         return split_strategies(config.strategy, num_layers=config.model.num_moe_layers), None
     problem = "" if peer_access else "ranks do not address each other's memory"
@@ -188,7 +188,7 @@ def _check(config: RunConfig, *, ranks: int, measure: int, device: str, link: fl
 
 
 def _check_profiles(path: Path | None, *, fill: bool, device: str) -> Path | str:
-    """Return the file of measured times, or "" for the tables in the package."""
+    """Check --profiles and --fill; return the file of times, or "" for the package's tables."""
     if not fill:
         if path is not None:
             check_readable(path, option="profiles")
@@ -212,7 +212,7 @@ def _show(
     measured_us: float = 0.0,
     measured: Sequence[Span] = (),
 ) -> None:
-    """Print the tables and the JSON line of a plan, and draw its timeline."""
+    """Print the tables and the JSON line of a plan; draw timelines to ``timeline`` if not None."""
     console = Console(stderr=True)
     found: dict[str, object] = {}
     for direction, report in zip(("forward", "backward"), reports, strict=False):
@@ -254,7 +254,7 @@ def _show(
 
 
 def _graph_table(direction: str, report: "OrderReport") -> Table:
-    """Return a table of the GEMMs that a compiler pass runs under each all-to-all of a graph."""
+    """Return a table of a graph's all-to-alls, each with the GEMMs that run during it."""
 
     def place(name: str) -> str:
         module = report.modules.get(name, "")

@@ -31,7 +31,7 @@ NprocOption = Annotated[
 
 
 def launch_ranks(nproc: int, *, device: str) -> None:
-    """Run this command on several ranks, unless this process is a rank or one rank is enough.
+    """Run this command on new ranks and exit; return only if this is a rank or one is enough.
 
     When the ranks have ended, this process exits with their code (``typer.Exit``).
     """
@@ -67,7 +67,7 @@ def count_ranks(nproc: int, *, device: str) -> int:
 
 @contextmanager
 def joined(device: str) -> Iterator[tuple[World, Watchdog | None]]:
-    """Join the process group of this command; yield its ranks, and the watchdog of several."""
+    """Join the process group; yield this rank's ``World``, and a watchdog (None: no launcher)."""
     with join_world(device) as world:
         if world.store is None:
             yield world, None
@@ -78,7 +78,7 @@ def joined(device: str) -> Iterator[tuple[World, Watchdog | None]]:
 
 @contextmanager
 def step_progress(world: World | None = None) -> Iterator[Progress]:
-    """Yield a function that shows progress: a text, the steps done and the total; 0: unknown.
+    """Yield a function that shows progress: a text, the steps done, and the total (0: unknown).
 
     Only the first rank of a world shows progress. Only calls of the function redraw the bar: a
     thread that redraws it would hold the global interpreter lock while a sample is timed.
@@ -101,7 +101,7 @@ def step_progress(world: World | None = None) -> Iterator[Progress]:
 
 
 def line_progress(now_s: Callable[[], float] = time.monotonic) -> Progress:
-    """Return a function that prints progress: a new text at once, an old one every 10 seconds."""
+    """Return a function that prints a new text at once, an old one 10 s after the last print."""
     texts: set[str] = set()
     next_s = 0.0
 

@@ -32,7 +32,8 @@ from halley.train.trainer import CHECKPOINTS_FOLDER, train
 
 
 _PICTURE = "timeline.png"
-# The parts of a step, in the order in which they run.
+# Labels of the rows of ``_step_table`` by span name, in roughly the order of a step. Spans with
+# other names have no row.
 _PARTS = {
     "attention": "attention with its norm",
     "ffn": "routers, norms, shared experts",
@@ -114,7 +115,7 @@ def run(
 
 
 def read_config(path: Path | None, overrides: list[str] | None, **options: str | None) -> RunConfig:
-    """Return the configuration of a run; ``options`` override ``overrides`` and the file."""
+    """Return a run's configuration: a file, changed by ``overrides``, then by given ``options``."""
     config = load_config(path, overrides=overrides or [])
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if "data" in given:
@@ -149,7 +150,7 @@ def check_config(config: RunConfig, *, nproc: int) -> None:
 
 
 def check_groups(config: RunConfig, *, num_ranks: int) -> int:
-    """Return the size of an expert-parallel group; raise ``ValueError`` if ranks cannot form it."""
+    """Return the number of ranks of an expert-parallel group; check that the sizes divide."""
     ep_size, tp_size = config.ep_size or num_ranks, config.expert_tp_size
     if num_ranks % ep_size != 0:
         raise ValueError(f"ep_size ({ep_size}) must divide the number of ranks ({num_ranks})")
@@ -226,7 +227,7 @@ def trace(
 
 
 def _step_table(profiles: Mapping[str, Mapping[str, float | None]]) -> Table:
-    """Return a table of the time of each part of a training step, with a column per strategy."""
+    """Return a table with the time of each part of a training step in ms, a column per strategy."""
     table = Table(title="A training step by part: mean of ranks, median of steps, ms")
     table.add_column("part")
     for name in profiles:

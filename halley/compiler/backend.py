@@ -1,7 +1,7 @@
 """The backend "halley" of ``torch.compile``: runs the passes of ``pipeline.py`` over graphs.
 
 With the inner compiler "eager", the passes change the graphs of aot_autograd, whose operators then
-run one by one. With "inductor", they are the last step of Inductor before it makes kernels.
+run one by one. With "inductor", they are the ``post_grad_custom_post_pass`` of Inductor.
 """
 
 import warnings
@@ -40,12 +40,11 @@ Compiled = Callable[..., Any]
 
 
 def run(gm: fx.GraphModule, *, options: dict[str, object] | None = None) -> OrderReport | None:
-    """Run the compiler passes over a graph in place; return a report, as ``run_passes`` does.
+    """Run the compiler passes on a graph in place; return a report, or None if no order is planned.
 
     Use it for graphs that come from elsewhere: a training step traced by ``make_fx``, or the
     forward or backward graph of another backend. All ranks of the graph's process groups must call
-    it. Option ``inner`` names the compiler that the graph will go to, which decides the predicted
-    times.
+    it. Option ``inner`` names the compiler that the graph will go to: predicted times depend on it.
 
     Raises:
         RuntimeError: the ranks' collectives differ, or a rank is missing.
@@ -60,11 +59,10 @@ def run(gm: fx.GraphModule, *, options: dict[str, object] | None = None) -> Orde
 
 @final
 class Backend:
-    """Compiles the graphs that Dynamo traces, after changing them by the passes of ``pipeline.py``.
+    """Compiles graphs of Dynamo, each as a forward and a backward graph changed by ``pipeline.py``.
 
-    ``reports`` has the reports of the graphs that the passes changed, oldest first. With
-    ``plans_only``, the inner compiler does not run, and graphs that no pass changes have reports,
-    too.
+    ``reports`` has a report of each forward or backward graph whose order was planned, oldest
+    first. With ``plans_only``, the inner compiler does not run, and all graphs have reports.
     """
 
     def __init__(self, *, plans_only: bool = False) -> None:
@@ -76,7 +74,7 @@ class Backend:
         self.begin()
 
     def begin(self) -> None:
-        """Start a new model: graphs that are compiled from now on belong to it."""
+        """Start a new model in the check for graph breaks: graphs from now on belong to it."""
         self._num_pending_before = _num_pending_frames()
         self._frames.clear()
 
@@ -87,7 +85,7 @@ class Backend:
         *,
         options: dict[str, object] | None = None,
     ) -> Compiled:
-        """Compile one graph that Dynamo has traced; wrong options are a ``ValueError``."""
+        """Return a function that runs a graph of Dynamo; wrong options are a ``ValueError``."""
         parsed = parse_options(options)
         self._warn_of_graph_break(gm)
         hooks = GradientHooks(example_inputs)
@@ -111,7 +109,7 @@ class Backend:
         *,
         hooks: GradientHooks,
     ) -> Compiled:
-        """Make the changes of ``pipeline.py`` to a graph whose operators will run one by one."""
+        """Return a function that runs a Dynamo graph op by op, after changes of ``pipeline.py``."""
         partitioner = StepPartitioner(
             split=min_cut_rematerialization_partition,
             hooks=hooks,
@@ -136,14 +134,14 @@ class Backend:
             fw_compiler=compile_graph,
             bw_compiler=compile_graph,
             partition_fn=partitioner,
-            # Fused layers write to their ordering token in forward and in backward. Each write must
-            # stay in its graph.
+            # Fused layers write to an input of forward and of backward, their ordering token. This
+            # keeps both writes in the graphs, instead of a copy to the input after the graph.
             keep_inference_input_mutations=True,
         )
         return compiler(gm, example_inputs)
 
     def _warn_of_graph_break(self, gm: fx.GraphModule) -> None:
-        """Warn once if a graph with collectives is not the whole model.
+        """Warn once if the model is compiled as several graphs and any of them has collectives.
 
         Two signs: graphs of several Python frames (a graph break starts a new one; a recompilation
         does not), or a frame that Dynamo gave up. Dynamo skips a frame with a break in a loop, and
@@ -152,7 +150,7 @@ class Backend:
         compile_id = CompileContext.current_compile_id()
         self._communicates = self._communicates or _communicates(gm.graph)
         self._frames.add(0 if compile_id is None else compile_id.frame_id or 0)
-        # The frame of this graph is pending. Dynamo has given up any other pending frame.
+        # The frame of this graph is pending. Any other pending frame is one that Dynamo gave up.
         is_part = len(self._frames) > 1 or _num_pending_frames() - self._num_pending_before > 1
         if is_part and self._communicates and not self._has_warned:
             self._has_warned = True
@@ -165,9 +163,9 @@ class Backend:
 
 
 def register() -> Backend:
-    """Return the backend of ``torch.compile(model, backend="halley")``, which has the reports.
+    """Register the backend "halley" if torch does not list it, call its ``begin``, and return it.
 
-    It registers the name, for a package that is not installed, and calls ``Backend.begin``.
+    An installed package registers it by its entry point. The backend has the reports.
     """
     BACKEND.begin()
     if NAME not in list_backends():
@@ -176,7 +174,7 @@ def register() -> Backend:
 
 
 def _communicates(graph: fx.Graph) -> bool:
-    """Return whether a graph that Dynamo has traced calls a functional collective."""
+    """Return whether a graph of Dynamo calls a function with "c10d" in its name: a collective."""
     names = (f"{node.target}" for node in graph.nodes if node.op == "call_function")
     return any("c10d" in name for name in names)
 
@@ -198,7 +196,7 @@ class _ProfiledInterpreter(fx.Interpreter):
 
 
 def _make_callable(gm: fx.GraphModule) -> Compiled:
-    """Return a function that runs a graph on a list of arguments, which it empties to free them.
+    """Return a function that runs a graph on a list of arguments and clears the list, to free them.
 
     The operators skip the autograd dispatch key: autograd records nothing here, and for collectives
     and Halley's operators that key runs Python code. The function runs generated code, because an
@@ -210,7 +208,7 @@ def _make_callable(gm: fx.GraphModule) -> Compiled:
     on_cpu = device_of(gm.graph).type == "cpu"
 
     def call(args: list[Any]) -> Any:
-        # torch has no public function for whether a profiler runs.
+        # torch has no public function that tells whether a profiler runs: call a private one.
         is_profiled = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
             return (

@@ -1,4 +1,4 @@
-"""Compare the graphs of all ranks, and share the plan of rank 0, before any rank runs a collective.
+"""Compare a graph across the ranks of its groups, and share rank 0's plan, before any rank runs it.
 
 Ranks exchange short texts through the key-value store of their process group. A collective would
 hang if a rank never came. The store has a time limit, so an error can name the missing rank. Rank 0
@@ -20,7 +20,8 @@ from torch._C._distributed_c10d import (
 from halley.compiler.graph_collectives import Signature, graph_groups, signature
 
 
-# Other ranks wait longer than rank 0, so that they read its verdict, which names the missing ranks.
+# Seconds that ranks wait for rank 0 in addition to ``timeout_s``, for which rank 0 waits for them:
+# they must still read its verdict, which names the missing ranks.
 _VERDICT_MARGIN_S = 10.0
 _T = TypeVar("_T")
 
@@ -28,7 +29,7 @@ _T = TypeVar("_T")
 @final
 @dataclass(eq=False, kw_only=True)
 class Consensus:
-    """Lets the ranks of one process group compare and share values while they compile one graph.
+    """Compares graphs and shares values among the ranks of one group while they compile one graph.
 
     Rank and number of ranks are those of the group.
     """
@@ -40,15 +41,15 @@ class Consensus:
     timeout_s: float  # seconds that rank 0 waits for the other ranks
 
     def __post_init__(self) -> None:
-        # Each rank counts its own graphs. Ranks compile their graphs in the same order, so graphs
-        # of one number belong together.
+        # Number this rank's graphs. Ranks must compile graphs in the same order, so that a graph
+        # has one number on all ranks. ``compare`` checks that the graphs of a number match.
         self._number = self.store.add(f"halley/graphs/{self.rank}", 1)
 
     def compare(self, signature: Signature) -> tuple[int, ...]:
-        """Compare the ranks' graphs; return the ranks whose structure differs from rank 0's.
+        """Compare the ranks' graphs; return the ranks whose ``structure`` differs from rank 0's.
 
         All ranks get the same result, or raise a ``RuntimeError`` if the collectives of a rank
-        differ or a rank is missing.
+        differ or a rank is missing. ``signature`` is that of this rank's graph.
         """
         text = json.dumps([signature.collectives, signature.structure])
         self.store.set(self._key(f"graph/{self.rank}"), text)
@@ -58,9 +59,10 @@ class Consensus:
         return tuple(others)
 
     def _judge(self) -> tuple[str, list[int]]:
-        """Return why ranks must not run their graphs, or "", and the ranks that differ from rank 0.
+        """Return an error text or "", and ranks whose ``structure`` is not rank 0's; rank 0 only.
 
-        The second result has the ranks with the same collectives but another structure.
+        The error: a rank is missing, or has other collectives. Without an error, the ranks with
+        another ``structure`` have the same collectives as rank 0.
         """
         keys = [self._key(f"graph/{rank}") for rank in range(self.num_ranks)]
         if missing := self._find_missing(keys, self.timeout_s):
@@ -73,7 +75,7 @@ class Consensus:
         return _difference([graph[0] for graph in graphs]), others
 
     def share(self, what: str, make: Callable[[], _T]) -> _T:
-        """Make a value on rank 0, send it as JSON, and return it on all ranks of the group.
+        """Call ``make`` on rank 0 of the group, and return its result, sent as JSON, on all ranks.
 
         ``what`` names the result; each name is used once for a graph. If ``make`` fails, all ranks
         raise a ``RuntimeError``.
@@ -92,7 +94,7 @@ class Consensus:
         return cast(_T, found["made"])
 
     def all_gather(self, what: str, value: int) -> list[int]:
-        """Return the value of each rank, in the order of ranks, on all ranks.
+        """Return the integers that the ranks of the group pass, in the order of the ranks.
 
         ``what`` names the value, as in ``share``. A rank that sends none in time is an error.
         """
@@ -105,7 +107,7 @@ class Consensus:
         return [int(self.store.get(key)) for key in keys]
 
     def _find_missing(self, keys: list[str], timeout_s: float) -> list[int]:
-        """Wait for the keys of all ranks; return the ranks whose keys are still missing."""
+        """Wait for one key of each rank, ``timeout_s`` at most; return the ranks without a key."""
         try:
             self.store.wait(keys, timedelta(seconds=timeout_s))
             return []
@@ -127,7 +129,7 @@ class Consensus:
 
 
 def open_consensus(group_name: str, *, timeout_s: float) -> Consensus:
-    """Return a ``Consensus`` of the ranks of a process group, for one graph."""
+    """Return a new ``Consensus`` of a process group, for the next graph that this rank compiles."""
     group = _resolve_process_group(group_name)  # pyright: ignore[reportArgumentType]
     return Consensus(
         store=group.get_group_store(),
@@ -139,7 +141,7 @@ def open_consensus(group_name: str, *, timeout_s: float) -> Consensus:
 
 
 def compare_graphs(*graphs: fx.Graph, timeout_s: float) -> tuple[list[Consensus], tuple[int, ...]]:
-    """Compare the graphs of this rank with those of all ranks in each of their process groups.
+    """Compare graphs across ranks; return each group's ``Consensus``, and the differing ranks.
 
     Returns:
         One ``Consensus`` for each process group, the largest first. Then the ranks whose
@@ -151,22 +153,22 @@ def compare_graphs(*graphs: fx.Graph, timeout_s: float) -> tuple[list[Consensus]
     groups = [open_consensus(name, timeout_s=timeout_s) for name in graph_groups(*graphs)]
     groups.sort(key=lambda consensus: -consensus.num_ranks)
     own = signature(*graphs)
-    # A rank compares in all its groups, even after a difference: the other ranks wait for it.
+    # Even if structures differ in one group, compare in the next: its ranks wait for this rank.
     differing = [consensus.compare(own) for consensus in groups]
     return groups, tuple(sorted({rank for ranks in differing for rank in ranks}))
 
 
 def share_in_groups(groups: Sequence[Consensus], what: str, make: Callable[[], _T]) -> _T:
-    """Make a value on rank 0 of the largest process group, and return it on all ranks.
+    """Call ``make`` on rank 0 of the largest process group, and return its result on all ranks.
 
-    ``groups`` is a result of ``compare_graphs``; without groups, this process plans alone. Raises a
-    ``RuntimeError`` if ranks of a smaller group get different results, because no group of the
+    ``groups`` is a result of ``compare_graphs``; if empty, this process calls ``make``. Raises a
+    ``RuntimeError`` if ranks of a smaller group have different results, because no group of the
     graph holds all of them.
     """
     if not groups:
         return make()
     made = groups[0].share(what, make)
-    # A rank answers in all its groups, even after a difference: the other ranks wait for it.
+    # Share in all groups before an error is raised: ranks of a group wait for its rank 0.
     others = [consensus.share(f"same {what}", lambda: made) for consensus in groups[1:]]
     if any(other != made for other in others):
         raise RuntimeError(
@@ -177,10 +179,7 @@ def share_in_groups(groups: Sequence[Consensus], what: str, make: Callable[[], _
 
 
 def _difference(collectives: Sequence[list[str]]) -> str:
-    """Return a text: the ranks whose collectives differ from rank 0's, and the first difference.
-
-    "" if all are equal.
-    """
+    """Return a text on the ranks whose collectives differ from rank 0's, "" if all are equal."""
     first = collectives[0]
     others = [rank for rank, lines in enumerate(collectives) if lines != first]
     if not others:

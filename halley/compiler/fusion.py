@@ -25,7 +25,8 @@ _GATHERS = frozenset(
     f"aten::{name}"
     for name in ("embedding", "gather", "index", "_unsafe_index", "index_select", "take")
 )
-# PyTorch does not tag casts, fills, and operators that Inductor decomposes before it fuses.
+# Operators that Inductor fuses although PyTorch gives them no tag of ``_TAGS``: gathers, casts,
+# fills, and operators that Inductor decomposes before it fuses.
 _FUSED = _GATHERS | {
     "aten::_to_copy", "aten::arange", "aten::scalar_tensor", "aten::constant_pad_nd",
     "aten::full", "aten::full_like", "aten::ones", "aten::ones_like", "aten::zeros",
@@ -41,16 +42,16 @@ _MIN_SPLIT_ROWS = 1024  # Inductor splits a sum over at least so many rows into 
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """The memory that a node reads and writes if Inductor fuses it into a kernel with others."""
+    """Inputs that a node of an Inductor kernel loads, and whether its result goes to memory."""
 
-    # Inputs that the kernel loads for this node. An input that several nodes of the kernel share is
-    # listed at the first of them only.
+    # Inputs that the kernel loads from memory for this node. An input that several nodes of the
+    # kernel share is listed at the first of them only.
     reads: frozenset[fx.Node]
     writes: bool  # whether a node outside of the kernel reads the result
 
 
 def is_fused(node: fx.Node) -> bool:
-    """Return whether Inductor generates a kernel for a node, fused with adjacent nodes.
+    """Return whether Inductor is expected to generate a node's kernel, and so can fuse the node.
 
     Inductor calls all other operators as they are: GEMMs, attention, sorts, scans, collectives,
     operators outside of PyTorch, and operators that write to their arguments.
@@ -66,15 +67,15 @@ def is_fused(node: fx.Node) -> bool:
 
 
 def is_concat(node: fx.Node) -> bool:
-    """Return whether a node is ``cat``: kernels of Inductor write their results into its output."""
+    """Return whether a node is ``cat``; Inductor's kernels write their results into its output."""
     return operator_name(node) == "aten::cat"
 
 
 def is_split_sum(node: fx.Node, sizes: Sizes) -> bool:
-    """Return whether Inductor computes a sum over rows in two kernels, as for a bias gradient.
+    """Return whether a node is a sum over so many rows that Inductor computes it in two kernels.
 
-    The first kernel, which is fused with adjacent nodes, makes partial sums. The second one adds
-    them, and the host launches it like an operator that is not fused.
+    Example: a bias gradient. The first kernel, fused with adjacent nodes, makes partial sums. The
+    second one adds them, and the host launches it like an operator that is not fused.
     """
     if operator_name(node) != "aten::sum" or len(node.args) < 2:
         return False
@@ -91,7 +92,7 @@ def is_split_sum(node: fx.Node, sizes: Sizes) -> bool:
 
 
 def find_boundaries(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Boundary]:
-    """Return, for each node of a graph that Inductor fuses, the memory that it reads and writes.
+    """Return the ``Boundary`` of each node that Inductor fuses: its traffic from and to memory.
 
     A result stays inside of a kernel if its reader is fused too, and no other path from the result
     to the reader passes a node that is not fused.
@@ -101,9 +102,9 @@ def find_boundaries(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Boundary]:
     """
     nodes = list(graph.nodes)
     fused = {node: at for at, node in enumerate(nodes) if is_fused(node)}
-    # Bit masks over ``nodes``: sets of ancestors would take quadratic memory in large graphs.
+    # Bit masks over ``nodes``: a set of ancestors for each node would take far more memory.
     ancestors = dict.fromkeys(nodes, 0)  # masks of the fused ancestors
-    separated = dict.fromkeys(nodes, 0)  # fused ancestors behind a node that is not fused
+    separated = dict.fromkeys(nodes, 0)  # those with a path through a node that is not fused
     readers: dict[fx.Node, list[fx.Node]] = {}
     reads: dict[fx.Node, set[fx.Node]] = {node: set() for node in fused}
     written: set[fx.Node] = set()
@@ -144,14 +145,14 @@ def inside_kernels(boundaries: Mapping[fx.Node, Boundary]) -> frozenset[fx.Node]
 def fused_us(
     node: fx.Node, boundaries: Mapping[fx.Node, Boundary], *, predictor: Predictor, sizes: Sizes
 ) -> float:
-    """Predict the time of a fused node or of a concat from the bytes that it moves.
+    """Predict the microseconds of a node that Inductor fuses, or a concat, from the bytes it moves.
 
     A node that writes to memory takes at least the time of the shortest kernel. Other nodes of its
     kernel add the time of their loads only. A node without an entry in ``boundaries`` is a kernel
     alone.
     """
     if is_concat(node):
-        # Kernels of Inductor write their results into the concat; other inputs are copied.
+        # Inductor's kernels write fused inputs into the output of the concat; others are copied.
         inputs = (each for each in node.all_input_nodes if not is_fused(_root(each)))
         copied = sum(sizes.num_bytes(result_of(each)) for each in inputs)
         return predictor.memory_us(2 * copied) if copied else 0.0
@@ -161,7 +162,7 @@ def fused_us(
     moved = 0
     for source in node.all_input_nodes:
         if boundary is None or source in boundary.reads:
-            # An expanded tensor occupies the bytes of the tensor before ``expand``.
+            # Of an expanded tensor, the kernel loads the bytes of the tensor before ``expand``.
             num_bytes = sizes.num_bytes(result_of(source))
             num_bytes = min(num_bytes, sizes.num_bytes(result_of(_root(source))))
             # A gather loads only the rows that it returns.
@@ -173,7 +174,7 @@ def fused_us(
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """Return the node whose memory a node's result is a view of; the node itself if it is none."""
+    """Return the node whose result a node is a view of, even of views; else the node itself."""
     while node.op == "call_function" and _has_tensors(node) and node_kind(node) is NodeKind.VIEW:
         if not node.all_input_nodes:
             break

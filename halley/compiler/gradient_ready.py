@@ -15,37 +15,38 @@ from halley.ops.gradient_hook import find_gradient_hook, run_gradient_hook
 
 
 # Key in the meta of an output node, for positions of the results whose strides Inductor keeps.
-# Inductor of torch 2.11 fails if a listed result is None.
+# Inductor of torch 2.11 fails if a listed result is None, so such positions are removed.
 _VISIBLE = "user_visible_output_idxs"
 
 
 @final
 class GradientHooks:
-    """Makes one compiled graph call the ``gradient_ready_hook`` of its parameters in backward.
+    """Inserts calls of the parameters' ``gradient_ready_hook`` into one compiled backward graph.
 
-    Forward saves these parameters for backward at each call, because several modules may share one
-    compiled graph.
+    At each call, forward saves the parameters that have a hook, for backward: several modules may
+    share one compiled graph.
     """
 
     def __init__(self, example_inputs: Sequence[object]) -> None:
         self._positions = [
             at for at, value in enumerate(example_inputs) if find_gradient_hook(value)
         ]
-        self._names: dict[int, str] = {}  # of parameters with a gradient, by position
+        self._names: dict[int, str] = {}  # of parameters with hook and gradient, by position
 
     @property
     def has_any(self) -> bool:
-        """Whether the backward graph calls any gradient-ready hook."""
+        """Whether backward calls any gradient-ready hook; known after ``save_parameters``."""
         return bool(self._names)
 
     def save_parameters(self, forward: fx.Graph, backward: fx.Graph, *, num_outputs: int) -> None:
-        """Let forward save the parameters that have a hook for backward; change both graphs.
+        """Make forward return, and backward take, the parameters that have a hook and a gradient.
 
         The first ``num_outputs`` results of forward are its outputs, the rest is saved.
         """
         inputs = forward.find_nodes(op="placeholder")
         gradients = _results(backward)
         # With effect tokens or tensor subclasses, backward has not one gradient for each input.
+        # The graph then calls no hook.
         if len(gradients) != len(inputs):
             return
         with_gradient = [at for at in self._positions if gradients[at] is not None]
@@ -53,7 +54,8 @@ class GradientHooks:
         first = next(iter(results[num_outputs:]), None)
         if not with_gradient or first is None:
             return
-        # Saved tensors come before saved sizes, so the first one is a tensor if there is any.
+        # Saved tensors come before saved sizes, so the first one is a tensor if there is any. If
+        # there is none, the graph calls no hook.
         if not isinstance(first.meta.get("val"), torch.Tensor):
             return
         known = {node.name: node for node in backward.find_nodes(op="placeholder")}
@@ -65,7 +67,7 @@ class GradientHooks:
         forward.output_node().args = ((*results[:num_outputs], *missing, *results[num_outputs:]),)
 
     def insert(self, backward: fx.Graph) -> None:
-        """Call the hook behind each node that computes a gradient; return None for the gradient.
+        """Insert each hook's call after the node of its gradient; the graph returns None there.
 
         The graph must be in its final order, and is changed in place.
         """

@@ -45,18 +45,18 @@ _EMPTY = frozenset(
 
 
 def result_of(node: fx.Node) -> object:
-    """Return the example result that tracing stored in a node: fake tensors, a number or None."""
+    """Return a node's example result from tracing: fake tensors or a number; None without one."""
     return node.meta.get("val")
 
 
 def without_values() -> FakeTensorMode:
-    """Return a mode that creates fake tensors, whose sizes may depend on data."""
+    """Return a new mode of fake tensors, without values, whose sizes may depend on data."""
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
 @final
 class Sizes:
-    """Gives shapes and bytes of results; assumes a value for sizes known only when the graph runs.
+    """Gives shapes and numbers of bytes of results; assumes a value for sizes that depend on data.
 
     The value ``unknown`` is assumed for a size that depends on data, the same on all ranks, and for
     a sum of such sizes.
@@ -71,17 +71,17 @@ class Sizes:
         return self._unknown if known is None else known
 
     def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Return the shape of a tensor, with an assumed value for a size that depends on data.
+        """Return a tensor's shape: of sizes that depend on data, the first is assumed, others 1.
 
-        The first such size is a number of rows. A second one is assumed to be 1: in results of
-        fused layers it counts the few tiles of a row.
+        The first one, a number of rows, becomes ``unknown``. A second one, in results of fused
+        layers, counts the few tiles of a row.
         """
         shape = cast(Sequence[int | torch.SymInt], tensor.shape)
         unknown = [at for at, size in enumerate(shape) if _known_size(size) is None]
         return tuple(1 if at in unknown[1:] else self.number(size) for at, size in enumerate(shape))
 
     def num_bytes(self, result: object) -> int:
-        """Return the bytes of a result: of a tensor, or of all tensors of a tuple; else 0."""
+        """Return the number of bytes of a tensor, or of all tensors of a tuple; else 0."""
         if isinstance(result, torch.Tensor):
             return result.element_size() * math.prod(self.shape(result))
         if isinstance(result, tuple | list):
@@ -116,7 +116,7 @@ def bits(mask: int) -> Iterator[int]:
 
 
 def mask_of(indices: Iterable[int]) -> int:
-    """Return the integer whose one bits have the given, different positions."""
+    """Return the bit mask of different indices: the integer whose bits at these positions are 1."""
     return sum(1 << index for index in indices)
 
 
@@ -159,19 +159,19 @@ class GraphAnalysis:
                 self.descendants[need] |= below
 
     def find(self, *kinds: NodeKind) -> list[int]:
-        """Return the indices of all nodes of some kinds, ascending."""
+        """Return the indices of all nodes of the given kinds, ascending."""
         return [index for index, kind in enumerate(self.kinds) if kind in kinds]
 
     def find_collectives(self, *kinds: Kind) -> list[int]:
-        """Return the indices of the nodes that start collectives of some kinds, ascending."""
+        """Return the indices of the nodes that start collectives of the given kinds, ascending."""
         return [index for index, kind in enumerate(self.collectives) if kind in kinds]
 
     def find_waits(self, start: int) -> list[int]:
-        """Return the indices of the waits for the collective that a node starts, ascending."""
+        """Return the indices of the waits for the collective that node ``start`` starts."""
         return [index for index in self.find(NodeKind.WAIT) if start in self.needs[index]]
 
     def find_window(self, start: int) -> range:
-        """Return the indices of the nodes between the start of a collective and its first wait."""
+        """Return the indices of the nodes between a start and its first wait; empty without one."""
         return range(start + 1, min(self.find_waits(start), default=start + 1))
 
     def check_order(self, order: Sequence[int]) -> None:
@@ -207,7 +207,7 @@ def node_kind(node: fx.Node) -> NodeKind:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether a graph node launches no kernel: its result is a view or not a tensor."""
+    """Return whether a node counts as launching no kernel: it makes a view, element or number."""
     operator = find_operator(node)
     if operator is None:
         return node.op in ("get_attr", "call_function")  # such as getitem and arithmetic on sizes
@@ -223,7 +223,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def _find_needs(nodes: list[fx.Node], collectives: list[Kind | None]) -> list[tuple[int, ...]]:
-    """Return the indices of the nodes that each node directly depends on, see ``GraphAnalysis``."""
+    """Return, for each node, indices of its direct dependencies by rules of ``GraphAnalysis``."""
     position = {node: index for index, node in enumerate(nodes)}
     found: list[tuple[int, ...]] = []
     barrier: set[int] = set()  # the last node that wrote to an argument
@@ -240,7 +240,7 @@ def _find_needs(nodes: list[fx.Node], collectives: list[Kind | None]) -> list[tu
         if is_random(node):
             needs |= last_random
             last_random = {index}
-        # Reductions of gradients are not ordered: all ranks run the plan of rank 0.
+        # Reductions of gradients may change their order: all ranks use that of rank 0's plan.
         if collectives[index] in ("all_to_all", "gather", "fused"):
             needs |= last_ordered
             last_ordered = {index}
@@ -249,7 +249,7 @@ def _find_needs(nodes: list[fx.Node], collectives: list[Kind | None]) -> list[tu
 
 
 def is_empty(node: fx.Node) -> bool:
-    """Return whether a graph node allocates memory and neither reads nor writes it."""
+    """Return whether a graph node allocates a tensor without initial values, as ``empty`` does."""
     return operator_name(node) in _EMPTY
 
 

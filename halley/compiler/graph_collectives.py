@@ -19,7 +19,7 @@ _FUNCTIONAL = "_c10d_functional"
 WAIT = f"{_FUNCTIONAL}::wait_tensor"
 ALL_TO_ALL = f"{_FUNCTIONAL}::all_to_all_single"
 
-# Only outputs and the optimizer wait for a "reduce" collective, so it may start later.
+# A "reduce" may start later: only outputs and the optimizer are assumed to need its result.
 _KINDS: dict[str, Kind] = {
     ALL_TO_ALL: "all_to_all",
     f"{_FUNCTIONAL}::all_reduce": "reduce",
@@ -29,18 +29,18 @@ _KINDS: dict[str, Kind] = {
     f"{_FUNCTIONAL}::all_gather_into_tensor": "gather",
     f"{_FUNCTIONAL}::all_gather_into_tensor_coalesced": "gather",
     f"{_FUNCTIONAL}::broadcast": "gather",
-    # These operators compute and communicate, and return when both are done.
+    # Each of these operators computes and communicates, and is done when both have ended.
     "halley::fused_experts": "fused",
     "halley::fused_experts_backward": "fused",
 }
-# Operators of these namespaces communicate. Halley does not know how, unless ``_KINDS`` has them.
+# Namespaces of operators that communicate. Halley knows those in ``_KINDS`` and ``WAIT`` only.
 _COMMUNICATING = (
     _FUNCTIONAL, "c10d", "c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"
 )  # fmt: skip
 
 
 def find_operator(node: fx.Node) -> "OpOverload[..., Any] | None":
-    """Return the operator that a graph node calls; None if it calls none."""
+    """Return the ``OpOverload`` that a graph node calls; None if it calls none."""
     target: object = node.target
     return cast("OpOverload[..., Any]", target) if isinstance(target, OpOverload) else None
 
@@ -52,7 +52,7 @@ def operator_name(node: fx.Node) -> str:
 
 
 def collective_kind(node: fx.Node) -> Kind | None:
-    """Return the kind of the collective that a graph node starts, or None."""
+    """Return the kind of the collective that a node starts; None if Halley knows no such one."""
     return _KINDS.get(operator_name(node))
 
 
@@ -74,13 +74,13 @@ def remove_repeated_waits(graph: fx.Graph) -> None:
 
 
 def unknown_collectives(nodes: Iterable[fx.Node]) -> list[str]:
-    """Return the names of the nodes' operators that communicate in a way unknown to Halley."""
+    """Return the names of the nodes' operators that communicate in ways unknown to Halley."""
     names = {operator_name(node) for node in nodes} - _KINDS.keys() - {WAIT}
     return sorted(name for name in names if name.partition("::")[0] in _COMMUNICATING)
 
 
 def group_of(node: fx.Node) -> str | None:
-    """Return the name of the process group of a node's collective, or None for other nodes.
+    """Return the process group's name of a functional collective; None for any other node.
 
     The last argument of a functional collective is the name. Since torch 2.13 it may be an object
     with a name instead, an attribute of the graph's module.
@@ -98,13 +98,13 @@ def group_of(node: fx.Node) -> str | None:
 
 
 def graph_groups(*graphs: fx.Graph) -> list[str]:
-    """Return the names of the process groups of the graphs' collectives, in order of first use."""
+    """Return the names of the process groups of functional collectives, in order of first use."""
     groups = (group_of(node) for graph in graphs for node in graph.nodes if collective_kind(node))
     return list(dict.fromkeys(group for group in groups if group is not None))
 
 
 def group_sizes(graph: fx.Graph) -> list[int]:
-    """Return the number of ranks of each process group of a graph's collectives."""
+    """Return the number of ranks of each process group of ``graph_groups``, in its order."""
     return [_resolve_process_group(name).size() for name in graph_groups(graph)]  # pyright: ignore[reportArgumentType]
 
 
@@ -122,7 +122,7 @@ class Signature:
 
 
 def signature(*graphs: fx.Graph) -> Signature:
-    """Return one signature of some graphs of operators, such as forward and backward.
+    """Return one ``Signature`` of all given graphs together, such as forward and backward.
 
     The numbers of rows that ranks send and receive may differ. Of an all-to-all, only dtype and row
     shape are compared. Groups are numbered by first use: a group's name may differ between ranks.
@@ -137,7 +137,8 @@ def signature(*graphs: fx.Graph) -> Signature:
         digest.update(f"{node.op} {_target(node)} {inputs}\n".encode())
         if kind := collective_kind(node):
             group = groups.get(group_of(node) or "")
-            # The number of rows of an all-to-all or all-gather may differ between ranks.
+            # Leave out the first size, a number of rows, which may differ between ranks in an
+            # all-to-all or all-gather.
             first = 0 if kind == "reduce" else 1
             sources = " ".join(_operand(each, first=first) for each in node.all_input_nodes)
             lines.append(f"{_target(node)} {sources} group {group}")
@@ -145,7 +146,7 @@ def signature(*graphs: fx.Graph) -> Signature:
 
 
 def _target(node: fx.Node) -> str:
-    """Return the name of the function that a node calls, the same in every process."""
+    """Return the name of a node's function, the same in every process; "" if it calls none."""
     if node.op != "call_function":
         return ""  # names of placeholders may differ between ranks
     if operator := find_operator(node):
@@ -154,7 +155,7 @@ def _target(node: fx.Node) -> str:
 
 
 def _operand(node: fx.Node, *, first: int) -> str:
-    """Return dtype and sizes of a node's result from dimension ``first`` on; "" for no tensor."""
+    """Return dtype and sizes from dimension ``first`` on as text; "" if a node makes no tensor."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return ""

@@ -49,19 +49,19 @@ class LiveBytes:
                 continue
             else:
                 held.append({index})
-            # aot_autograd calls inputs that the caller owns "primals".
+            # aot_autograd names inputs that the caller owns "primals". They count as 0 bytes.
             is_owned = kind is NodeKind.INPUT and node.name.startswith("primals")
             if kind not in (NodeKind.WAIT, NodeKind.OUTPUT) and not is_owned:
                 self.num_bytes[index] = sizes.num_bytes(result_of(node))
 
     def peak(self, order: Sequence[int]) -> int:
-        """Return the largest number of live bytes while the nodes run in an order."""
+        """Return the largest number of live bytes while nodes run in an order of node indices."""
         return max(self.alive(order), default=0)
 
     def alive(self, order: Sequence[int]) -> list[int]:
-        """Return the number of live bytes while each node of an order runs."""
+        """Return, for each position of an order, the number of live bytes while that node runs."""
         place = {index: at for at, index in enumerate(order)}
-        # -1: a buffer without readers is freed by the node that makes it.
+        # -1 for a buffer without readers, which is freed after the node that makes it.
         last = [max((place[r] for r in readers), default=-1) for readers in self.readers]
         freed_after = [0] * len(order)
         for index, at in place.items():
@@ -82,7 +82,7 @@ Halves = tuple[fx.GraphModule, fx.GraphModule]
 @final
 @dataclass(eq=False, kw_only=True)
 class StepPartitioner(CustomPartitionerFn):
-    """Splits a joint graph into forward and backward, and counts the peak memory of the step.
+    """Splits a joint graph into forward and backward, and predicts the peak of live bytes.
 
     The peak ``num_bytes`` is the larger one of forward and backward. It is mostly at the beginning
     of backward, when all saved activations are alive. A pass may raise the peak of forward up to it
@@ -97,10 +97,10 @@ class StepPartitioner(CustomPartitionerFn):
     num_bytes: int = 0
 
     def uuid(self) -> None:
-        """Return None: Inductor caches no graph that this partitioner has split."""
+        """Return None, so that Inductor caches no graph that this partitioner has split."""
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Halves:
-        """Return the forward and the backward graph of a joint graph, and set ``num_bytes``."""
+        """Return forward and backward of a joint graph, prepared for hooks; set ``num_bytes``."""
         forward, backward = halves = self.split(gm, joint_inputs, **kwargs)
         num_outputs = kwargs["num_fwd_outputs"]
         self.hooks.save_parameters(forward.graph, backward.graph, num_outputs=num_outputs)

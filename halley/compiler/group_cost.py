@@ -23,8 +23,8 @@ from halley.ops.sm_carveout import gemm_with_carveout, has_sm_carveout
 
 _MIN_BYTES = 4096  # of the smallest measured all-to-all: below it, the time is latency
 # Contention is measured with GEMMs of (side, inner) x (inner, side), which take tenths of a
-# millisecond, beside an all-to-all of that many bytes, which takes some milliseconds. GEMMs must be
-# as large as those of a model, because small ones suffer more from SMs that the collective
+# millisecond, beside an all-to-all of ``_BYTES`` a rank, which takes some milliseconds. GEMMs must
+# be as large as those of a model, because small ones suffer more from SMs that the collective
 # occupies: with 4 of the 132 SMs of an H200 occupied, a GEMM with a side of 2048 takes 1.9 times as
 # long, with 4096 1.55 times, with 8192 1.25 times.
 _CPU_SIDE, _CPU_INNER, _CPU_BYTES = 128, 128, 4 * 2**20
@@ -42,7 +42,7 @@ def measure_groups(
     sizes: Sizes,
     device: torch.device,
 ) -> None:
-    """Measure all-to-all times and contention that the table of profiles on rank 0 lacks.
+    """Measure all-to-all times and contention that rank 0's table lacks; add them on all ranks.
 
     All ranks of the groups must call this together. The first group is the largest, and contention
     is measured in it. All-to-alls have up to the bytes of the graph's collectives.
@@ -58,17 +58,18 @@ def measure_groups(
             torch.cuda.set_device(device)  # each thread has its own current device
         for at, consensus in enumerate(consensus_groups):
             key = keys[consensus.group_name]
-            # Rank 0 decides: a rank that has the curve must take part if rank 0 lacks it.
+            # Rank 0 of the largest group decides: a rank whose table has the curve takes part, too.
             lacks = largest.share(f"curve {at}", lambda key=key: table.curve(key) is None)
-            # Ranks of a group may follow different rank 0s if no group holds all ranks.
+            # Ranks of a group may follow different rank 0s if no group holds all ranks. So all of
+            # them measure if one must.
             if any(consensus.all_gather(f"lacks curve {at}", lacks)):
                 curve = _measure_all_to_all(graph, consensus, sizes=sizes, device=device)
                 table.add_curve(key, curve)
         if largest.share("contention", lambda: table.contention is None):
             table.add_contention(_measure_contention(largest, device))
 
-    # In another thread, because the calling thread traces: in that one, one of four runs hung in a
-    # collective of gloo.
+    # Measure in another thread, because the calling thread traces: with measurements in that one,
+    # one of four runs hung in a collective of gloo.
     with ThreadPoolExecutor(1) as pool:
         pool.submit(measure).result()
 
@@ -76,9 +77,9 @@ def measure_groups(
 def curve_keys(consensus_groups: Sequence[Consensus]) -> dict[str, str]:
     """Return, by group name, the key of each group's all-to-all times in a table of profiles.
 
-    Names of groups differ between runs. A key therefore holds the number of ranks and their first
-    and last rank in the largest group: links inside of a host differ from links between hosts. All
-    ranks of the groups, the largest of which is the first, must call this once for a graph.
+    Names of groups differ between runs. The key of a smaller group therefore holds its number of
+    ranks, and its first and last rank as numbered in the largest group: links inside of a host
+    differ from links between hosts. All ranks must call this once, with the largest group first.
     """
     keys: dict[str, str] = {}
     for consensus in consensus_groups:
@@ -92,7 +93,7 @@ def curve_keys(consensus_groups: Sequence[Consensus]) -> dict[str, str]:
 
 
 def _measure_contention(consensus: Consensus, device: torch.device) -> Contention:
-    """Measure how GEMMs and an all-to-all of a process group slow each other down."""
+    """Measure contention of a group's all-to-all with a dense GEMM, on a GPU also a grouped one."""
     on_gpu = device.type == "cuda"
     shape = (_GPU_SIDE, _GPU_INNER, _GPU_BYTES) if on_gpu else (_CPU_SIDE, _CPU_INNER, _CPU_BYTES)
     side, inner, num_bytes = shape
@@ -108,8 +109,8 @@ def _measure_contention(consensus: Consensus, device: torch.device) -> Contentio
     dense = measure(partial(gemm_with_carveout, None, left, right, None))
     if not on_gpu:
         return dense
-    # Weight-gradient GEMM of experts. A grouped GEMM runs its CTAs in clusters of two, so it has to
-    # leave more SMs free than a dense one.
+    # Measure a weight-gradient GEMM of experts, too. A grouped GEMM runs its CTAs in clusters of
+    # two, so it has to leave more SMs free than a dense one.
     ends = torch.arange(1, _NUM_EXPERTS + 1, dtype=torch.int32, device=device)
     ends = ends * side // _NUM_EXPERTS
     grad = torch.ones(side, side, dtype=dtype, device=device)
@@ -125,7 +126,7 @@ def _measure_contention(consensus: Consensus, device: torch.device) -> Contentio
 def _measure_all_to_all(
     graph: fx.Graph, consensus: Consensus, *, sizes: Sizes, device: torch.device
 ) -> Curve:
-    """Measure a process group's all-to-alls of 4 KiB up to the largest collective in a graph.
+    """Measure times of a group's all-to-alls, from 4 KiB to the group's largest in a graph.
 
     Other collectives count as all-to-alls of the same bytes on the wire, up to the bytes that
     contention is measured with: an all-reduce of all gradients would take too long to measure.
@@ -148,7 +149,7 @@ def _measure_all_to_all(
 def _make_all_to_all(
     consensus: Consensus, num_bytes: int, device: torch.device
 ) -> Callable[[], Work]:
-    """Return a function that starts an all-to-all with equal splits, always on the same tensors."""
+    """Return a function that starts an all-to-all of equal splits, always on the same tensors."""
     num_bytes = max(1, num_bytes // consensus.num_ranks) * consensus.num_ranks
     sent = torch.zeros(num_bytes, dtype=torch.int8, device=device)
     received = torch.empty_like(sent)

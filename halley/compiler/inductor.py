@@ -1,4 +1,4 @@
-"""Run Halley's compiler passes in Inductor, and make its scheduler keep the order of GEMMs."""
+"""Run Halley's compiler passes in Inductor, and keep GEMMs in the overlap windows of the plan."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -26,7 +26,7 @@ from halley.ops.library import DECOMPOSITIONS
 
 
 def decompose(graph: fx.Graph) -> None:
-    """Replace Halley's operators in a graph for a GPU by equivalent ATen operators.
+    """Replace operators of ``DECOMPOSITIONS`` on a GPU by ATen operators, if these can be traced.
 
     Inductor can then fuse them with other operators, and calls kernels instead of operators that
     are written in Python. Operators on a CPU stay: there, the expert GEMM reads group sizes.
@@ -44,13 +44,13 @@ def _is_on_gpu(node: fx.Node) -> bool:
 
 
 def _is_traceable_gemm(gemm: fx.Node) -> bool:
-    # torch 2.11 traces grouped GEMMs of bfloat16 only, and its C++ wrapper cannot call them.
+    # torch 2.11 traces grouped GEMMs of bfloat16 only, and Inductor's C++ wrapper cannot call them.
     is_bf16 = getattr(_value(gemm), "dtype", None) == torch.bfloat16
     return is_bf16 and not config.cpp_wrapper
 
 
 def _inline(node: fx.Node, run: Any) -> None:
-    """Replace a graph node by the traced nodes of a function with the same result."""
+    """Replace a graph node by the nodes traced from ``run``, a function with the same result."""
     assert not node.kwargs, f"{node.name} has arguments by name"
     sources = list(node.all_input_nodes)
 
@@ -101,9 +101,9 @@ def compile_by_inductor(
     hooks: GradientHooks,
     add_report: Callable[[OrderReport], None],
 ) -> Callable[..., Any]:
-    """Compile a graph by Inductor, which runs the passes of ``pipeline.py`` before it lowers.
+    """Compile a graph of Dynamo by Inductor, which runs ``pipeline.py`` before it lowers the graph.
 
-    ``add_report`` is called with the report of each graph that the passes change. If Inductor's
+    ``add_report`` is called with the report of each graph whose order is planned. If Inductor's
     configuration has a custom pass already where Halley sets its own, this is a ``RuntimeError``.
     """
     name = "post_grad_custom_post_pass"
@@ -115,7 +115,7 @@ def compile_by_inductor(
     )
 
     def change(graph: fx.Graph) -> None:
-        """Make changes 2 to 7 of ``pipeline.py`` to a forward or backward graph."""
+        """Make changes 2 to 7 of ``pipeline.py``, if they apply, to a forward or backward graph."""
         backward = is_backward(graph)
         report = run_passes(graph, options, step_peak=partitioner.num_bytes)
         decompose(graph)  # change 4
@@ -126,8 +126,8 @@ def compile_by_inductor(
         if backward:
             hooks.insert(graph)  # change 7
 
-    # Inductor caches no graph that a plain function changes. A rank that found a graph in its cache
-    # would not run the passes, and the other ranks would wait for it.
+    # Inductor caches no graph that a plain function such as ``change`` modifies. A rank that found
+    # a graph in its cache would not run the passes, and the other ranks would wait for it.
     patches: dict[str, Any] = {name: change, "custom_partitioner_fn": partitioner}
     if config.cpp_wrapper:
         patches["unbacked_symint_fallback"] = max(1, options.unknown_size // _ROWS_SHARE)
@@ -154,7 +154,7 @@ def _compile_below_autograd(*args: Any, **kwargs: Any) -> OutputCode:
 
 
 def add_control_dependencies(graph: fx.Graph) -> None:
-    """Keep GEMMs inside the overlap windows of all-to-alls, whatever Inductor's scheduler does.
+    """Make Inductor's scheduler keep GEMMs in their overlap windows, by control dependencies.
 
     Each GEMM in a window gets the start of the all-to-all as a dependency, and the wait gets the
     GEMM: operators of torch wrap these nodes and take their dependencies as unused operands. The

@@ -1,4 +1,4 @@
-"""Price each node of a graph in microseconds: measured if a profile has it, else predicted."""
+"""Price each node of a graph in microseconds: from a profile, by a measurement or a prediction."""
 
 import math
 import time
@@ -52,7 +52,7 @@ _ROLES: dict[NodeKind, Role] = {
 @final
 @dataclass(eq=False, kw_only=True)
 class ProfiledCost:
-    """Gives the time of a graph node from a table, else by a measurement or a prediction.
+    """Gives the microseconds of a graph node from a table, by a measurement or a prediction.
 
     Attributes:
         boundaries: of the nodes that Inductor fuses in the graph. Such nodes cost the bytes that
@@ -73,7 +73,7 @@ class ProfiledCost:
     measuring_s: float = 0.0  # spent on measurements
 
     def __call__(self, node: fx.Node) -> float:
-        """Return the device microseconds of a node that computes or starts a collective."""
+        """Return the microseconds on the device of a node's computation or collective."""
         if (group := group_of(node)) is not None:
             curve, sent = self._find_curve(group), exchanged_bytes(node, self.sizes)
             return self.predictor.all_to_all_us(sent) if curve is None else curve.at(sent)
@@ -96,7 +96,7 @@ class ProfiledCost:
 
     @property
     def contention(self) -> Contention:
-        """Measured contention of computation and communication, or ``NO_CONTENTION``."""
+        """Contention of computation and communication in the table, else ``NO_CONTENTION``."""
         return (self.table and self.table.contention) or NO_CONTENTION
 
     @property
@@ -105,7 +105,7 @@ class ProfiledCost:
         return frozenset() if self.boundaries is None else inside_kernels(self.boundaries)
 
     def host_us(self, node: fx.Node) -> float:
-        """Return the host microseconds to launch the work of a node."""
+        """Return the host microseconds to launch a node; 0 if its kernel counts at another node."""
         hardware = self.predictor.hardware
         if group_of(node) is not None:
             return hardware.collective_us
@@ -114,7 +114,7 @@ class ProfiledCost:
         if is_split_sum(node, self.sizes):
             return hardware.call_us
         boundary = self.boundaries.get(node)
-        # One node of each kernel writes: the launch of the kernel counts there.
+        # Assume that one node of each kernel writes to memory: the launch counts there.
         is_launched = boundary is None or boundary.writes
         return hardware.call_us / 3 if is_launched else 0.0
 
@@ -128,19 +128,19 @@ class ProfiledCost:
         self, node: fx.Node, key: str, table: ProfileTable, device: torch.device
     ) -> float | None:
         operator = find_operator(node)
-        # Operators outside of PyTorch may wait for other ranks. An operator without a result checks
-        # values: example arguments fail such a check, which on a GPU ends the process.
+        # Not measured: operators outside of PyTorch may wait for other ranks. An operator without a
+        # result checks values: examples fail such a check, which on a GPU ends the process.
         if operator is None or operator.namespace != "aten" or result_of(node) is None:
             return None
         begin_s = time.perf_counter()
         found = None
         try:
-            # Run on real tensors, although the compiler traces without values around this call.
+            # The compiler traces with fake tensors around this call; kernels need real ones.
             with unset_fake_temporarily(), torch.no_grad():
                 args, kwargs = example_arguments(node, device, self.sizes)
                 found = table.measure(key, lambda: operator(*args, **kwargs), device=device)
-        # The operator refuses the examples, or memory is full. Raising would block the other ranks,
-        # which wait for the plan of this one.
+        # The operator refuses the examples, or memory is full. Warn only: an error would leave the
+        # other ranks waiting for the plan of this one.
         except RuntimeError as error:
             warnings.warn(
                 f"halley predicts {key}, as it failed when measured: {error}", stacklevel=2
@@ -175,8 +175,8 @@ def operations(analysis: GraphAnalysis, cost: NodeCost) -> list[Operation]:
 
 
 def is_read(node: fx.Node) -> bool:
-    """Return whether a node copies from a GPU to host memory, so that the host waits for it."""
-    # A plan for another device has no CUDA tensors, but this operator always reads.
+    """Return whether the host waits for a node: ``read_counts``, or a copy from a GPU to a CPU."""
+    # A graph traced on a CPU, to plan for a GPU, has no CUDA tensors: recognise it by name.
     if operator_name(node) == "halley::read_counts":
         return True
     sources, result = map(result_of, node.all_input_nodes), result_of(node)
@@ -202,14 +202,14 @@ def node_key(node: fx.Node, sizes: Sizes) -> str:
     if _is_attention(node):
         is_backward = operator_name(node).endswith("_backward")
         name = f"attention{'_backward' if is_backward else ''}"
-        tensors = tensors[: 4 if is_backward else 3]  # gradient, queries, keys, values
+        tensors = tensors[: 4 if is_backward else 3]  # gradient if backward, queries, keys, values
         numbers = [_named_arguments(node).get("is_causal", False)]
     shapes, dtypes = [sizes.shape(tensor) for tensor in tensors], [t.dtype for t in tensors]
     return operation_key(name, shapes, dtypes, rest=" ".join(map(str, numbers)))
 
 
 def _predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
-    """Predict a node's microseconds by a roofline: the FLOPs of GEMMs, or the bytes it moves."""
+    """Predict a node's microseconds by a roofline: its bytes, and FLOPs of GEMMs and attention."""
     if collective_kind(node) == "fused":
         return _fused_layer_us(node, predictor, sizes)
     kernel_us = predictor.hardware.kernel_us
@@ -225,7 +225,7 @@ def _predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
 
 
 def exchanged_bytes(node: fx.Node, sizes: Sizes) -> int:
-    """Return the bytes per rank of an all-to-all that takes as long as a node's collective.
+    """Return how many bytes per rank an all-to-all sends in the time of a node's collective.
 
     In a ring, an all-gather moves the bytes of its result, and an all-reduce moves those of its
     operand twice. Source: the bus bandwidth factors of nccl-tests.
@@ -239,7 +239,7 @@ def exchanged_bytes(node: fx.Node, sizes: Sizes) -> int:
 def example_arguments(
     node: fx.Node, device: torch.device, sizes: Sizes
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return example arguments for the operator of a node, to run and time it alone.
+    """Return positional and keyword example arguments of a node's operator, to time it alone.
 
     Floats are random: an H200 multiplies matrices of ones an eighth faster, presumably with less
     power. Indices into a table are spread over it, as most are in training: additions to the same
@@ -270,7 +270,7 @@ def example_arguments(
 
 
 def _indexed_sizes(node: fx.Node, sizes: Sizes) -> dict[fx.Node, int]:
-    """Return the int64 inputs that index a table, each with the size of the indexed dimension."""
+    """Return the int64 inputs that index a node's table, each with the indexed dimension's size."""
     table = result_of(node.all_input_nodes[0]) if node.all_input_nodes else None
     name, indices = operator_name(node), node.args[1] if len(node.args) > 1 else None
     if not isinstance(table, torch.Tensor):
@@ -288,7 +288,7 @@ def _indexed_sizes(node: fx.Node, sizes: Sizes) -> dict[fx.Node, int]:
 
 
 def _fused_layer_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
-    """Predict a pass of a fused layer: two GEMMs, each overlapped with dispatch or combine.
+    """Predict the microseconds of a fused layer: two GEMMs overlapped with dispatch and combine.
 
     Each half takes the longer of GEMM and link. Rows are counted as if this rank received as many
     as its tokens have choices, and as if each choice sent a row.
@@ -316,7 +316,7 @@ def _named_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _gemm_flops(node: fx.Node, sizes: Sizes) -> float:
-    """Return the FLOPs of a GEMM: 2 for each element of the left and each column of the right side.
+    """Return the number of FLOPs of a GEMM (2 for each left element and right column) or attention.
 
     This holds for dense, batched and grouped GEMMs, with groups along rows or the inner dimension.
     Attention has 2 batched GEMMs (queries by keys, scores by values), and its backward has 5. A

@@ -1,4 +1,4 @@
-"""Run the compiler passes over one graph: ranks compare it, rank 0 plans, every rank applies.
+"""Run the compiler passes on one graph: ranks compare it, and apply the plan that rank 0 makes.
 
 Every change that Halley makes to a graph, in the order of execution. Changes 2 and 3 are
 ``run_passes``. ``backend.py`` (inner compiler "eager") and ``inductor.py`` (inner compiler
@@ -16,8 +16,8 @@ torch that a graph is well formed.
     ATen operators. Checked: lint.
  5  Reserve SMs (this file; on a GPU only). May replace a GEMM by the same GEMM with an SM
     carve-out, if one was measured. Checked: lint.
- 6  Add control dependencies (inductor.py; inductor only). May wrap the nodes of an overlap window
-    so that Inductor keeps them in it. Checked: lint.
+ 6  Add control dependencies (inductor.py; inductor only). May wrap the GEMMs and the wait of an
+    overlap window so that Inductor keeps the GEMMs in it. Checked: lint.
  7  Insert gradient-ready hooks (gradient_ready.py; backward only). May return None for a gradient
     and call the parameter's hook with it instead. Checked: lint.
 
@@ -57,11 +57,11 @@ from halley.ops.sm_carveout import gemm_with_carveout
 
 
 def run_passes(graph: fx.Graph, options: Options, *, step_peak: int = 0) -> OrderReport | None:
-    """Run the compiler passes on a graph; all ranks of the graph's process groups must call this.
+    """Remove repeated waits and schedule weight gradients; return a report, or None without a plan.
 
-    A graph keeps its order if it has no all-to-all. It also does, after a warning, if it calls a
-    collective that Halley does not know, or if the ranks' graphs differ in their computation. The
-    result is then None, else a report of the changes.
+    All ranks of the graph's process groups must call this. A graph keeps its order if it has no
+    all-to-all. It also does, after a warning, if it calls a collective that Halley does not know,
+    or if the ranks' graphs differ in their computation.
 
     Args:
         graph: of operators, from aot_autograd or Inductor; changed in place.
@@ -137,7 +137,7 @@ def is_backward(graph: fx.Graph) -> bool:
 
 
 def device_of(graph: fx.Graph) -> torch.device:
-    """Return the device of a graph's tensors: the first that is no CPU, if there is one."""
+    """Return the device of a graph's first tensor that is not on the CPU; the CPU without one."""
     values = (node.meta.get("val") for node in graph.nodes)
     devices = (value.device for value in values if isinstance(value, torch.Tensor))
     return next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
@@ -146,10 +146,10 @@ def device_of(graph: fx.Graph) -> torch.device:
 def _open_consensus(
     graph: fx.Graph, analysis: GraphAnalysis, options: Options
 ) -> list[Consensus] | None:
-    """Compare a graph in each of its process groups; return their ``Consensus`` objects.
+    """Compare a graph in each of its process groups; return their ``Consensus`` objects, or None.
 
-    Returns None, after a warning, if the graph must stay as it is; None also if it has no
-    collective, and then no rank is asked.
+    None, after a warning, means that the graph must stay as it is; None also if it has no
+    collective, and then no rank is asked. Without ``agree``, return an empty list.
     """
     if unknown := unknown_collectives(graph.nodes):
         warnings.warn(
@@ -176,7 +176,7 @@ def _open_consensus(
 def _find_order(
     analysis: GraphAnalysis, cost: ProfiledCost, sizes: Sizes, *, margin: float, step_peak: int
 ) -> list[int]:
-    """Return the node order of the weight-gradient pass, or the graph's own if that is as fast."""
+    """Return the order of ``plan_wgrad``, or the graph's own unless that is predicted slower."""
     unchanged, tasks = list(range(len(analysis.nodes))), operations(analysis, cost)
     peak = max(LiveBytes(analysis, sizes, inside=cost.inside).peak(unchanged), step_peak)
     order = plan_wgrad(
@@ -196,7 +196,7 @@ def _find_order(
 def _build_cost(
     graph: fx.Graph, options: Options, groups: Sequence[Consensus], *, sizes: Sizes
 ) -> ProfiledCost:
-    """Return the cost model of a graph's nodes; only the planning rank reads profiles."""
+    """Return a graph's cost model; rank 0 reads profiles, and ``measure`` adds missing times."""
     device = device_of(graph)
     own = predictor_of(device if device.type == "cuda" else "cpu")
     predictor = Predictor(options.hardware) if options.hardware else own
@@ -207,7 +207,7 @@ def _build_cost(
     num_ranks = groups[0].num_ranks if groups else 1
     environment = find_environment(device, topology=f"ranks {num_ranks}")
     if options.hardware is not None and not options.measure:
-        # The plan is for a device that this machine does not have: take its times of any versions.
+        # The plan is for ``options.hardware``, not for this machine: use its times of any versions.
         topology = f"ranks {max(group_sizes(graph), default=1)}"
         environment = Environment(device=options.hardware.name, versions="", topology=topology)
     table = ProfileTable(None, environment)
@@ -219,7 +219,7 @@ def _build_cost(
             raise ValueError(f"profiles ({path}) must be a file unless measure is set")
         table = ProfileTable(path, environment, offline=not options.measure)
 
-    # An error of rank 0, such as a missing file, is raised on all ranks.
+    # ``share`` raises an error of rank 0, such as a missing file, on all ranks.
     groups[0].share("profiles", read) if groups else read()
     begin_s = time.perf_counter()
     keys = curve_keys(groups)
@@ -238,7 +238,7 @@ def _build_cost(
 
 
 def reserve_sms(graph: fx.Graph, sm_margins: tuple[int, int], *, in_all: bool = False) -> None:
-    """Make the GEMMs in the overlap windows of all-to-alls leave SMs free.
+    """Replace GEMMs in the overlap windows of all-to-alls by GEMMs that leave SMs free.
 
     The graph must be in its final order, and GEMMs keep their node and its place. A GEMM with
     unusual arguments, or inside another operator, is not changed.
@@ -266,7 +266,7 @@ def reserve_sms(graph: fx.Graph, sm_margins: tuple[int, int], *, in_all: bool = 
 
 
 def _find_dense(node: fx.Node) -> tuple[Any, ...] | None:
-    """Return bias, left and right of a dense GEMM without other arguments; else None."""
+    """Return bias or None, left and right of a dense GEMM without other arguments; else None."""
     name, args = operator_name(node), node.args
     if name == "aten::mm" and len(args) == 2 and not node.kwargs:
         return (None, *args)
@@ -274,7 +274,7 @@ def _find_dense(node: fx.Node) -> tuple[Any, ...] | None:
 
 
 def _find_grouped(node: fx.Node) -> tuple[Any, ...] | None:
-    """Return left, right and group ends of a grouped GEMM without other arguments; else None."""
+    """Return left (or a new transpose of it), right and group ends of a grouped GEMM, or None."""
     name, args = operator_name(node), node.args
     if name == "aten::_grouped_mm":
         ends = args[2] if len(args) == 3 else node.kwargs.get("offs")
@@ -284,7 +284,7 @@ def _find_grouped(node: fx.Node) -> tuple[Any, ...] | None:
         return args
     if name == "halley::expert_weight_gemm":
         with node.graph.inserting_before(node):
-            # Not aten.t, which Inductor has decomposed before this pass and cannot lower after it.
+            # Use permute: Inductor has decomposed aten.t before this pass, and cannot lower it now.
             transposed = node.graph.call_function(torch.ops.aten.permute.default, (args[0], [1, 0]))
         transposed.meta["val"] = cast(fx.Node, args[0]).meta["val"].permute(1, 0)
         return transposed, *args[1:]

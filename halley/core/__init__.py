@@ -1,4 +1,4 @@
-"""Types, configuration, named models, routing arithmetic and the reference layer.
+"""Types, checks, configuration, named models, routing, placement, timelines, reference layer.
 
 Every other package may import this one. Start with ``types.py``, then ``reference.py``.
 """

@@ -87,7 +87,7 @@ class RouterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """The configuration of one MoE layer."""
+    """The configuration of one MoE layer, without its hidden size, which is the model's."""
 
     num_experts: int
     top_k: int
@@ -110,7 +110,7 @@ class MoEConfig:
         allowed = self.num_experts // num_groups * self.router.num_limited_groups
         rule = f"at most the experts of num_limited_groups groups ({allowed})"
         _require(self.top_k <= allowed, "top_k", self.top_k, rule)
-        # The published routers "switch" and "top2" define the number of experts of a token.
+        # The routers "switch" and "top2", as published, fix the number of experts of a token.
         wanted = {"switch": 1, "top2": 2}.get(self.router.kind, self.top_k)
         _require(self.top_k == wanted, "top_k", self.top_k, f"{wanted} for {self.router.kind}")
 
@@ -162,7 +162,7 @@ class ModelConfig:
             _require(size >= 1, "dense_intermediate_size", size, "at least 1 for dense layers")
 
     def is_moe_layer(self, index: int) -> bool:
-        """Return whether layer ``index`` is an MoE layer."""
+        """Return whether layer ``index``, counted from 0, is an MoE layer and not a dense one."""
         index_after_dense = index - self.num_dense_layers
         return index_after_dense >= 0 and (index_after_dense + 1) % self.moe_interval == 0
 
@@ -173,7 +173,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The training text of a run and the length of its sequences."""
+    """The training text of a run, and the length of a training sequence in bytes."""
 
     path: str | None = None  # a file or folder; None for the sources of Python's standard library
     seq_len: int = 256  # bytes per sequence
@@ -186,7 +186,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer of a run: AdamW or plain SGD with linear warm-up, then cosine decay."""
+    """AdamW or plain SGD, with linear warm-up and then cosine decay of the learning rate."""
 
     kind: Literal["adamw", "sgd"] = "adamw"
     learning_rate: float = 1e-3
@@ -240,9 +240,9 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When a run writes checkpoints to ``<output>/checkpoints``.
+    """When a run writes checkpoints, how many it keeps, and whether it resumes from the newest one.
 
-    It also writes one at its end, and before SIGINT or SIGTERM ends it.
+    It writes to ``<output>/checkpoints``, also at its end, and before SIGINT or SIGTERM ends it.
     """
 
     every_minutes: float = 10.0  # 0 writes none by time
@@ -311,9 +311,9 @@ class RunConfig:
 
 
 def num_even_rows(config: RunConfig) -> int:
-    """Return the rows that a rank's experts receive in one layer if the load is balanced.
+    """Return the number of rows that a rank's experts receive in a layer if the load is balanced.
 
-    These are as many as the rank sends: K for each token, to all ranks of an expert.
+    The rank sends as many: K for each token, each to all ``expert_tp_size`` ranks of the expert.
     """
     num_tokens = config.train.batch_size * config.data.seq_len
     return num_tokens * config.model.moe.top_k * config.expert_tp_size

@@ -1,4 +1,4 @@
-"""Named models, each with its source, and run configurations that start from one of them.
+"""Configurations of named models, with sources, and ``load_config``, which reads that of a run.
 
 A comment at an entry says where Halley's model lacks a part of the published model. Such an entry
 has no ``hf_family``: it serves benchmarks, and its weights cannot be exported.
@@ -38,7 +38,7 @@ _MODELS = (
         ),
     ),
     # Source: config.json of microsoft/Phi-3.5-MoE-instruct. Halley has RMSNorm and a softmax
-    # router in place of its LayerNorm and SparseMixer router.
+    # router in place of the published LayerNorm and SparseMixer router.
     ModelConfig(
         name="phi-3.5-moe", vocab_size=32064, hidden_size=4096, num_layers=32,
         num_heads=32, num_kv_heads=8, head_dim=128, norm_eps=1e-5, attention_bias=True,
@@ -47,7 +47,7 @@ _MODELS = (
         ),
     ),
     # Source: config.json of Qwen/Qwen1.5-MoE-A2.7B, with the 64 experts (not 60) that COMET
-    # (arXiv:2502.19811) uses in Table 2; 64 divides over 2 to 64 ranks.
+    # (arXiv:2502.19811) uses in Table 2; 64 experts divide evenly over 2, 4, 8, ... 64 ranks.
     ModelConfig(
         name="qwen2-moe", vocab_size=151936, hidden_size=2048, num_layers=24,
         num_heads=16, num_kv_heads=16, head_dim=128,
@@ -78,7 +78,7 @@ _MODELS = (
         ),
     ),
     # Source: config.json of openai/gpt-oss-20b. Halley has plain attention and SwiGLU in place of
-    # its attention sinks, sliding windows and clamped SwiGLU.
+    # the published attention sinks, sliding windows and clamped SwiGLU.
     ModelConfig(
         name="gpt-oss-20b", vocab_size=201088, hidden_size=2880, num_layers=24,
         num_heads=64, num_kv_heads=8, head_dim=64,
@@ -86,7 +86,7 @@ _MODELS = (
         moe=MoEConfig(num_experts=32, top_k=4, intermediate_size=2880, expert_bias=True),
     ),
     # Source: DeepSeek-V3 (arXiv:2412.19437), section 4.2. Halley has plain multi-head attention in
-    # place of its latent attention; the MoE layer is the same.
+    # place of the published latent attention; the MoE layer is as published.
     ModelConfig(
         name="deepseek-v3", vocab_size=129280, hidden_size=7168, num_layers=61,
         num_heads=128, num_kv_heads=128, head_dim=128,
@@ -104,14 +104,14 @@ NAMED_MODELS: dict[str, ModelConfig] = {model.name: model for model in _MODELS}
 
 
 def find_model(name: str) -> ModelConfig:
-    """Return the named model; for another name, raise a ``ValueError`` that lists all names."""
+    """Return the model of that name; for an unknown name, raise a ``ValueError`` that lists all."""
     if name not in NAMED_MODELS:
         raise ValueError(unknown_name(name, NAMED_MODELS, what="model"))
     return NAMED_MODELS[name]
 
 
 def load_config(path: Path | None, *, overrides: list[str]) -> RunConfig:
-    """Read the configuration of a run from a TOML file; None gives defaults and the tiny model.
+    """Return a run's configuration from a TOML file (None: defaults, model "tiny"), with overrides.
 
     ``model`` is a table with ``name``, one of ``NAMED_MODELS``, and any fields to change. A string
     is short for a table with that name. ``overrides`` are texts such as ``"train.num_steps=100"``;
@@ -165,13 +165,13 @@ def _apply_override(table: Table, text: str) -> None:
             raise ValueError(f"--set ({show_name(text)}) {rule}")
         table = cast(Table, child)
     if last == "model" and isinstance(table.get(last), dict) and isinstance(parsed, str):
-        # A name that comes after changes of the model must not discard them.
+        # After a [model] table or --set model.KEY=VALUE, --set model=NAME sets only the name.
         parsed = {**cast(Table, table[last]), "name": parsed}
     table[last] = parsed
 
 
 def _parse_value(text: str) -> object:
-    """Return the value of a TOML text, or the text itself if it is not a TOML value."""
+    """Return the TOML value of a text, or the text if it is not one value or has over 200 dots."""
     if text.count(".") > _MAX_DOTS:
         return text
     try:

@@ -1,4 +1,4 @@
-"""Expert placement: which experts each rank holds, and which replica each token is sent to.
+"""Expert placement: which experts each rank holds, and to which replica each slot is sent.
 
 A replica is the copy of an expert on one of several ranks. Strategies treat replicas as experts.
 Replicas are numbered rank by rank, and each rank holds the same number of them. In this file, C is
@@ -41,7 +41,7 @@ class _CountsFile:
 def write_counts(
     path: Path, counts_ME: Sequence[Sequence[int]], *, first_step: int, last_step: int
 ) -> None:
-    """Write the number of slots of each expert of each MoE layer in a range of steps as JSON."""
+    """Write to a JSON file how many slots chose each expert of each layer in a range of steps."""
     steps = {"first_step": first_step, "last_step": last_step}
     table = {"version": _VERSION, **steps, "counts": [list(counts_E) for counts_E in counts_ME]}
     draft = path.with_name(f"{path.name}.tmp")
@@ -50,7 +50,7 @@ def write_counts(
 
 
 def read_counts(path: Path) -> list[list[float]]:
-    """Read the number of slots of each expert of each MoE layer, ``(M, E)``, from a file.
+    """Return the number of slots of each expert of each MoE layer, ``(M, E)``, from a JSON file.
 
     The file is one of ``write_counts``, or a JSON list of numbers (one layer) or of lists of
     numbers (one list per layer). A negative count, layers with different numbers of experts, and a
@@ -131,7 +131,7 @@ class ExpertPlacement:
 
     @staticmethod
     def plain(num_experts: int, *, num_ranks: int) -> "ExpertPlacement":
-        """Return the placement without replicas: rank w holds the w-th contiguous range."""
+        """Return the placement without replicas: rank w holds the w-th contiguous range of ids."""
         _check_num_experts(num_experts)
         check_type(num_ranks, int, name="num_ranks")
         num_local = local_experts(num_experts, ep_size=num_ranks)
@@ -153,12 +153,12 @@ class ExpertPlacement:
 
     @property
     def replicated(self) -> list[int]:
-        """The experts that more than one rank holds, ascending."""
+        """Ids of the experts that more than one rank holds, ascending."""
         return [e for e in range(self.num_experts) if len(self.ranks_of(e)) > 1]
 
 
 def replica_choices(placement: ExpertPlacement, *, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, for each expert, the replicas to which a rank may send its tokens.
+    """Return, for each expert, the replica ids to which ``rank`` may send slots, and their number.
 
     A rank that holds an expert uses only its own replica, so that no row crosses the link. The
     first result is ``(E + 1, C)`` int64, with a last row for ``DROPPED``, the second one the number
@@ -185,19 +185,20 @@ def choose_replicas(
     *,
     rank: int,
 ) -> torch.Tensor:
-    """Return the replica of each slot, ``(T, K)`` int64; the host reads nothing from the device.
+    """Return the id of the replica to which each slot is sent, or ``DROPPED``, ``(T, K)`` int64.
 
     Tokens use the replicas of an expert round-robin by token index, and each rank starts with
     another replica. If all ranks send an expert equally many tokens, its replicas get equally many.
-    ``choices_EC`` and ``num_choices_E`` are the results of ``replica_choices`` for this rank.
+    ``choices_EC`` and ``num_choices_E`` are the results of ``replica_choices`` for this rank. The
+    host reads nothing from the device.
     """
     start_T1 = torch.arange(rank, rank + topk_idx_TK.shape[0], device=topk_idx_TK.device)[:, None]
-    # DROPPED is -1, so it selects the last row.
+    # DROPPED is -1, so as an index it selects the last row, whose only choice is DROPPED.
     return choices_EC[topk_idx_TK, start_T1 % num_choices_E[topk_idx_TK]]
 
 
 def save_placements(path: Path, placements: Sequence[ExpertPlacement]) -> None:
-    """Write the placements of a model's MoE layers, in order of layer, as JSON."""
+    """Write the placements of a model's MoE layers, in order of layer, to a JSON file."""
     layers = [placement.experts_WL for placement in placements]
     num_experts = placements[0].num_experts
     table = {"version": _VERSION, "num_experts": num_experts, "layers": layers}
@@ -210,7 +211,7 @@ def save_placements(path: Path, placements: Sequence[ExpertPlacement]) -> None:
 def load_placements(
     path: Path, *, num_experts: int, num_ranks: int, num_layers: int
 ) -> list[ExpertPlacement]:
-    """Read a file of ``save_placements``; return one placement per MoE layer of a model.
+    """Return one placement per MoE layer of a model, from a file that ``save_placements`` wrote.
 
     If the file has one layer, it is used for all ``num_layers`` MoE layers. A file that is damaged,
     of another version, or does not match the sizes is a ``ValueError``.
@@ -242,7 +243,7 @@ def load_placements(
 
 
 def _build(cls: type[Record], value: object, *, where: str, command: str) -> Record:
-    """Build the record of a JSON file that a command of halley has written in this version."""
+    """Check the version of a file that ``halley <command>`` wrote; build ``cls`` from its JSON."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be a table with a version")
     version = cast(Table, value).get("version")

@@ -1,4 +1,4 @@
-"""The MoE layer in plain PyTorch on one process: the definition with which tests compare."""
+"""Routed experts in plain PyTorch on one process: the definition with which tests compare."""
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ def activate(h_RG: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def apply_expert(x_RD: torch.Tensor, experts: Experts, *, index: int) -> torch.Tensor:
-    """Return the output ``(R, D)`` of one expert of ``experts`` for the rows ``x_RD``."""
+    """Return the output, ``(R, D)``, of expert ``index`` of ``experts`` for the rows ``x_RD``."""
     up_bias = None if experts.up_bias_LG is None else experts.up_bias_LG[index]
     down_bias = None if experts.down_bias_LD is None else experts.down_bias_LD[index]
     h_RF = activate(F.linear(x_RD, experts.up_LGD[index], up_bias), experts.activation)
@@ -30,12 +30,12 @@ def apply_expert(x_RD: torch.Tensor, experts: Experts, *, index: int) -> torch.T
 def moe_reference(
     x_TD: torch.Tensor, routing: Routing, experts: Experts, *, first_expert: int = 0
 ) -> torch.Tensor:
-    """Return, for each token, the weighted sum of its experts' outputs.
+    """Return, for each token, the weighted sum of the outputs of its experts among ``experts``.
 
     It runs one expert at a time and sums in float32, in order of expert. Autograd gives the
     gradients of ``x_TD``, of the routing weights and of the experts' weights.
 
-    The result is ``(T, D)`` in float32, not rounded to the dtype of ``x_TD``.
+    The result is ``(T, D)``, in float64 for float64 tokens, else in float32.
 
     Args:
         x_TD: tokens. Each expert rounds them to the dtype of its weights. So the gradients of

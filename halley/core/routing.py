@@ -25,13 +25,13 @@ def count_tokens_per_expert(topk_idx_TK: torch.Tensor, num_experts: int) -> torc
     """
     idx_N = topk_idx_TK.flatten()
     counts_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=idx_N.device)
-    # Not index_add_: Inductor lowers it to a serial sum, half a millisecond on a GPU.
+    # Not index_add_: Inductor lowers index_add_ to a serial sum that takes 0.5 ms on a GPU.
     counts_E.scatter_add_(0, idx_N % (num_experts + 1), torch.ones_like(idx_N))  # DROPPED goes to E
     return counts_E[:num_experts]
 
 
 def chunk_sizes(num_local_experts: int, num_chunks: int) -> list[int]:
-    """Return the sizes of ``num_chunks`` chunks of a rank's experts, which differ by at most 1."""
+    """Return how many local experts each of ``num_chunks`` chunks has; they differ by at most 1."""
     if not 1 <= num_chunks <= num_local_experts:
         raise ValueError(
             f"num_chunks ({num_chunks}) must be between 1 and num_local_experts "
@@ -42,7 +42,7 @@ def chunk_sizes(num_local_experts: int, num_chunks: int) -> list[int]:
 
 
 def sort_keys(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort the slots by expert, and within an expert by token; dropped slots come last.
+    """Return sorted expert ids and the slots in that order: by expert, then token, dropped last.
 
     Returns:
         The sorted keys, ``(N,)``: expert ids, and a larger value for dropped slots. Then the slots
@@ -67,10 +67,10 @@ def sort_keys(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor
 def order_by_chunk(
     slots_N: torch.Tensor, starts_E1: np.ndarray, *, ep_size: int, num_chunks: int
 ) -> torch.Tensor:
-    """Reorder the slots of ``sort_keys`` by chunk, then destination rank, then expert.
+    """Return the slots of ``sort_keys`` in order of chunk, then destination rank, then expert.
 
-    Chunks are ``chunk_sizes`` of the local experts. Dropped slots stay last. ``starts_E1`` are the
-    ``expert_starts`` of the slots, on the host. Example: with 4 experts, 2 ranks and 2 chunks,
+    Chunks are ranges of ``chunk_sizes`` local experts. Dropped slots stay last. ``starts_E1`` are
+    the ``expert_starts`` of the slots, on the host. Example: with 4 experts, 2 ranks and 2 chunks,
     experts 0 and 2 are the first chunk.
     """
     num_local = local_experts(len(starts_E1) - 1, ep_size=ep_size)
@@ -85,17 +85,17 @@ def order_by_chunk(
 
 
 def expert_starts(keys_N: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return where each expert's slots begin among sorted slots, then the end of the last expert's.
+    """Return each expert's first index among sorted slots, then the end of the last expert's slots.
 
-    It is ``(E + 1,)`` int64: keys [0, 2, 2, 4] and 4 experts (4 is a dropped slot) give
-    [0, 1, 1, 3, 3]. A binary search needs neither atomics nor a read by the host.
+    The result is ``(E + 1,)`` int64: keys [0, 2, 2, 4] and 4 experts (4 is a dropped slot)
+    give [0, 1, 1, 3, 3]. A binary search needs neither atomics nor a read by the host.
     """
     experts = torch.arange(num_experts + 1, dtype=keys_N.dtype, device=keys_N.device)
     return torch.searchsorted(keys_N, experts)
 
 
 def plan_dispatch(starts_WE1: np.ndarray, rank: int, *, num_chunks: int = 1) -> list[DispatchPlan]:
-    """Compute how many rows a rank sends and receives, for each chunk of its local experts.
+    """Return a plan for each chunk of local experts: how many rows ``rank`` sends and receives.
 
     ``starts_WE1`` are the ``expert_starts`` of each source rank, ``(W, E + 1)``.
     """
@@ -121,7 +121,7 @@ def plan_dispatch(starts_WE1: np.ndarray, rank: int, *, num_chunks: int = 1) -> 
 def order_by_expert(
     plan: DispatchPlan, out: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the permutation that sorts the received rows of a plan by expert, and its inverse.
+    """Return the permutation that sorts a plan's received rows by expert, its inverse, expert ends.
 
     If ``out``, ``(L + 2 * R,)`` int32, is given, the results are views of it, ends first.
 
@@ -141,7 +141,7 @@ def order_by_expert(
     counts_LW = np.ascontiguousarray(counts_WL.T)
     arrival_end_WL = counts_WL.cumsum().reshape(counts_WL.shape)
     expert_end_LW = counts_LW.cumsum().reshape(counts_LW.shape)
-    # All rows of one (source, expert) pair move by the same distance, so their ends give it.
+    # All rows of one (source, expert) pair move by one distance, the difference of the pair's ends.
     shift_WL = expert_end_LW.T - arrival_end_WL
     rows_R = np.arange(num_recv, dtype=np.int32)
     np.subtract(rows_R, np.repeat(shift_WL.T, counts_LW.ravel()), out=orders[0], casting="unsafe")
@@ -152,13 +152,13 @@ def order_by_expert(
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedDim:
-    """The dimension, of size F, along which tensor-parallel ranks divide an expert weight."""
+    """The dimension, of size F or 2F, along which tensor-parallel ranks divide an expert weight."""
 
     dim: int  # counted from the end, below 0
     parts: int  # matrices stacked in it (2 for gate and up); each of them is divided
 
     def shard(self, weight: torch.Tensor, *, tp_rank: int, tp_size: int) -> torch.Tensor:
-        """Return one shard of a complete weight.
+        """Return the shard of a complete weight that rank ``tp_rank`` of ``tp_size`` ranks holds.
 
         Example: of gate rows 0 to 3 and up rows 4 to 7, shard 1 of 2 is rows 2, 3, 6, 7.
         """
@@ -166,7 +166,7 @@ class ShardedDim:
         return divided.select(self.dim - 1, tp_rank).flatten(self.dim - 1, self.dim)
 
     def unstack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a view in which stacked gate and up matrices have a dimension of their own.
+        """Return a view with a dimension for stacked gate and up, or the weight if it has none.
 
         Example: (L, 2F, D) becomes (L, 2, F, D), and a shard is a slice of the dimension F.
         """
@@ -174,7 +174,7 @@ class ShardedDim:
 
 
 def sharded_dims(*, parts: int) -> tuple[ShardedDim, ShardedDim]:
-    """Return the sharded dimension of the first and of the second stacked weight of experts.
+    """Return the sharded dimensions of the experts' weights ``up_LGD`` and ``down_LDF``.
 
     ``parts`` is 2 if the first weight is gate and up, else 1.
     """
@@ -191,11 +191,11 @@ def shard_size(intermediate_size: int, *, tp_size: int) -> int:
 
 
 def route_to_shards(routing: Routing, *, num_local: int, tp_size: int) -> Routing:
-    """Replace each chosen expert of a routing by its shards; differentiable in the weights.
+    """Return a routing with all shards of each chosen expert, each with the expert's weight.
 
     Ranks ``[g * tp_size, (g + 1) * tp_size)`` share experts ``[g * L, (g + 1) * L)``. Shards are
     numbered by rank: rank r has shards ``[r * L, (r + 1) * L)``. The result is
-    ``(T, K * tp_size)``; the shards of one choice are adjacent.
+    ``(T, K * tp_size)``, differentiable in the weights; the shards of one choice are adjacent.
 
     Example: with 2 experts per rank and 2 shards, expert 3 is the second expert of ranks 2 and 3.
     So its shards are 2 * 2 + 1 and 3 * 2 + 1.

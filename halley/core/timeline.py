@@ -48,7 +48,7 @@ class Span:
 @final
 @dataclass(eq=False)
 class CurrentOperation:
-    """The operation that this process runs, so that its watchdog can report it to other ranks.
+    """The operation that this process began last, which its watchdog reports to other ranks.
 
     ``num_operations`` is the number of operations that have begun. Ranks that run the same program
     have the same number at the same point.
@@ -61,7 +61,7 @@ class CurrentOperation:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether this process is inside a ``waiting`` context or has just called ``poll``."""
+        """Whether this process is inside ``waiting``, or called ``poll`` less than a second ago."""
         return self.wait_depth > 0 or time.monotonic() - self.polled_s < _POLL_LASTS_S
 
     def begin(self, name: str) -> None:
@@ -72,7 +72,7 @@ class CurrentOperation:
     def waiting(
         self, name: str, inside: AbstractContextManager[object] | None = None
     ) -> AbstractContextManager[object]:
-        """Return a context in which the process waits for other ranks in the operation ``name``.
+        """Return a context that marks the process as waiting for other ranks in operation ``name``.
 
         ``inside`` is another context to enter and leave together with this one.
         """
@@ -90,7 +90,7 @@ class CurrentOperation:
 @final
 @dataclass(eq=False)
 class _Wait:
-    # A class, because a generator context takes longer to enter, and each collective enters one.
+    # A class, not a generator: each collective enters it, and a generator context takes longer.
     operation: CurrentOperation
     name: str
     inside: AbstractContextManager[object]
@@ -106,8 +106,8 @@ class _Wait:
         return self.inside.__exit__(*error)
 
 
-# Global, because PyTorch calls the custom operators and starts the autograd threads that write this
-# object: no caller could pass it on. The watchdog reads it, and only error messages contain it.
+# Global, because custom operators and autograd threads write this object, and PyTorch, which calls
+# them, cannot pass it on. The watchdog reads it for error messages; no result depends on it.
 CURRENT_OPERATION: Final = CurrentOperation()
 
 
@@ -133,11 +133,11 @@ class Recorder:
         self._marks: list[tuple[str, str, _Moment, _Moment]] = []  # name, stream, start, end
 
     def span(self, name: str, *, stream: str = "compute") -> AbstractContextManager[object]:
-        """Return a context that records the ``with`` block as one span.
+        """Return a context that records the ``with`` block as one span while ``enabled`` is true.
 
-        Names of waits end in ".wait". The ``with`` block runs at another time than its work inside
-        ``torch.compile``, where nothing is recorded, and inside a CUDA graph capture, where only
-        the profiler shows the span.
+        Waits for ranks have stream "exposed" and names in ".wait". The block runs at another time
+        than its work inside ``torch.compile``, where nothing is recorded, and inside a CUDA graph
+        capture, where only the profiler shows the span.
         """
         if torch.compiler.is_compiling():
             return nullcontext()
@@ -148,14 +148,14 @@ class Recorder:
         is_gpu = self._device.type == "cuda"
         if self.enabled and not (is_gpu and torch.cuda.is_current_stream_capturing()):
             return self._timed(name, stream)
-        # record_function takes some microseconds of host time even without a profiler, and PyTorch
-        # has no public function that tells whether a profiler runs.
+        # record_function takes some microseconds of host time even without a profiler. PyTorch has
+        # only a private function that tells whether a profiler runs.
         if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             return record_function(f"halley::{name}")
         return nullcontext()
 
     def collect(self) -> list[Span]:
-        """Return the spans since the last call by start time, from 0; wait for the device."""
+        """Wait for the device; return spans since the last call by start time, the first at 0."""
         marks, self._marks = self._marks, []
         if not marks:
             return []
@@ -211,7 +211,7 @@ def union_us(spans: Iterable[Span]) -> float:
 
 
 def subtract(intervals: list[Interval], cover: list[Interval]) -> list[Interval]:
-    """Return the parts of time intervals that ``cover`` leaves; both are results of ``union``."""
+    """Return the parts of ``intervals`` outside ``cover``; both arguments come from ``union``."""
     uncovered: list[Interval] = []
     first = 0  # a cover that ends before an interval ends before the later intervals too
     for start_us, end_us in intervals:
@@ -229,10 +229,10 @@ def subtract(intervals: list[Interval], cover: list[Interval]) -> list[Interval]
 
 
 def waited_us(spans: Iterable[Span]) -> float | None:
-    """Return how long a rank waited for communication, or None if its layers do not mark waits.
+    """Return how long a rank waited for communication, or None if its layers record no waits.
 
-    Layers that communicate inside kernels, or inside a compiled graph, mark no waits. The waits of
-    their step for gradient sums and replicas alone would be misleading.
+    Layers that communicate inside kernels or compiled graphs record no waits. The waits of their
+    step for gradient sums and replicas alone would be misleading.
     """
     waits = [span for span in spans if span.stream == "exposed"]
     is_known = any(not span.name.startswith(("gradients", "replicas")) for span in waits)
@@ -245,7 +245,7 @@ def exposed_us(comm: Iterable[Span], compute: Iterable[Span]) -> float:
 
 
 def innermost(spans: Iterable[Span]) -> list[Span]:
-    """Cut nested spans of one thread into pieces that do not overlap.
+    """Return the spans of one thread, possibly nested, cut into pieces that do not overlap.
 
     Each moment belongs to the innermost span, or to the later one of two spans that overlap without
     nesting.
@@ -320,7 +320,7 @@ def _outer_first(span: Span) -> Interval:
 
 
 def _nesting_rows(spans: list[Span]) -> list[list[Span]]:
-    """Divide spans into rows in which any two spans are disjoint or nested."""
+    """Return spans divided into rows in which any two spans are disjoint or nested."""
     rows: list[list[Span]] = []
     open_ends_us: list[list[float]] = []
     for span in sorted(spans, key=_outer_first):

@@ -91,12 +91,12 @@ class Experts:
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> "Experts":
-        """Return a copy of the experts in which some attributes have other tensors."""
+        """Return a copy of the experts in which attributes named in ``tensors`` are replaced."""
         changes: dict[str, Any] = dict(tensors)
         return replace(self, **changes)
 
     def split(self, sizes: list[int]) -> list["Experts"]:
-        """Return consecutive ranges of experts as views, one range per given size."""
+        """Return views of consecutive ranges of the experts; range i has ``sizes[i]`` experts."""
         tensors = self.tensors()
         ranges = zip(*(torch.split(each, sizes) for each in tensors.values()), strict=True)
         return [self.with_tensors(dict(zip(tensors, each, strict=True))) for each in ranges]
@@ -147,7 +147,7 @@ class LayerShape:
 
     @property
     def up_size(self) -> int:
-        """Columns of the first GEMM, G."""
+        """Number of columns of the first GEMM's output, G."""
         return self.intermediate_size * (2 if self.activation == "swiglu" else 1)
 
 
@@ -197,7 +197,7 @@ def check_routing(routing: Routing, *, num_tokens: int, num_experts: int) -> Non
 
 
 def local_experts(num_experts: int, *, ep_size: int, tp_size: int = 1) -> int:
-    """Return the number of experts that each of ``ep_size`` ranks holds, L.
+    """Return L, the number of experts or of shards of experts that each of ``ep_size`` ranks holds.
 
     With a ``tp_size`` above 1, each expert is shared by that many ranks. Raises a ``ValueError`` if
     the experts do not divide evenly over the ranks.

@@ -40,7 +40,7 @@ def show(value: object) -> str:
 
 
 def show_name(value: object) -> str:
-    """Return a wrong value as ``show`` does, but a short printable string without quotes."""
+    """Return a short printable string as it is, and any other wrong value as ``show`` does."""
     if isinstance(value, str) and value.isprintable() and len(value) <= _MAX_SHOWN:
         return value
     return show(value)
@@ -55,7 +55,7 @@ def check_choice(value: object, choices: typing.Iterable[object], *, name: str) 
 
 
 def check_fields(record: object, *, prefix: str = "") -> None:
-    """Check that each field of a dataclass instance has the type of its annotation.
+    """Raise a ``ValueError`` unless each field of a dataclass instance has its annotated type.
 
     An int is accepted for a float, a bool is not accepted for a number. A field of another type, a
     value that is not in its ``Literal``, and a float that is not finite are a ``ValueError``.
@@ -67,7 +67,7 @@ def check_fields(record: object, *, prefix: str = "") -> None:
 
 
 def check_type(value: typing.Any, kind: typing.Any, *, name: str) -> None:
-    """Check that a value has the type of an annotation, by the rules of ``check_fields``."""
+    """Raise a ``ValueError`` unless a value has the type ``kind``, as in ``check_fields``."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         check_choice(value, arguments, name=name)
@@ -121,7 +121,7 @@ def build(cls: type[Record], table: object, *, prefix: str = "") -> Record:
 
 
 def build_record(cls: type[Record], table: object, *, where: str) -> Record:
-    """Build a dataclass as ``build`` does; each message starts with ``where``."""
+    """Build a dataclass by the rules of ``build``; each error message starts with ``where``."""
     try:
         return build(cls, table)
     except ValueError as error:
@@ -131,7 +131,7 @@ def build_record(cls: type[Record], table: object, *, where: str) -> Record:
 def unknown_name(
     name: str, known: typing.Iterable[str], *, prefix: str = "", what: str = "key"
 ) -> str:
-    """Return the message for an unknown name, with a known name of similar spelling.
+    """Return the error message for an unknown name: all known names, and a similar one if any.
 
     ``prefix``, such as "train.", precedes all names in the message.
     """
@@ -144,7 +144,7 @@ def unknown_name(
 
 
 def _convert(value: typing.Any, kind: typing.Any, *, name: str) -> object:
-    """Convert a parsed TOML or JSON value to the type of a dataclass field."""
+    """Return a parsed TOML or JSON value as the type of a dataclass field, or raise ValueError."""
     if dataclasses.is_dataclass(kind):
         return build(cast(type[object], kind), value, prefix=f"{name}.")
     if typing.get_origin(kind) is tuple:
@@ -201,7 +201,7 @@ def parse_device(device: object, *, types: tuple[str, ...] = ("cpu", "cuda")) ->
 
 
 def read_text(path: Path, *, what: str, max_bytes: int) -> str:
-    """Read a UTF-8 text file that is not larger than a limit.
+    """Return the text of a UTF-8 file of at most ``max_bytes`` bytes.
 
     ``what``, such as "placement", is the first word of each message. The null device reads as an
     empty file. Other devices, pipes and sockets can block, and are a ``ValueError``, as is a file
@@ -217,15 +217,14 @@ def read_text(path: Path, *, what: str, max_bytes: int) -> str:
 
 
 def read_json(path: Path, *, what: str, max_bytes: int) -> object:
-    """Read a file of one JSON value, by the rules of ``read_text`` and ``parse_json``."""
+    """Return the JSON value that a file contains, by the rules of ``read_text``, ``parse_json``."""
     return parse_json(read_text(path, what=what, max_bytes=max_bytes), where=f"{what} ({path})")
 
 
 def read_json_lines(path: Path, *, what: str, max_bytes: int) -> Iterator[tuple[str, object]]:
-    """Yield the lines of a file with one JSON value per line; a missing file has no lines.
+    """Yield, for each line of a JSON-lines file, the start of its error messages and its value.
 
-    Each line gives the start of messages about it, such as "/a/b.jsonl:3 must be a line of
-    profiles:", and its value.
+    A start is "/a/b.jsonl:3 must be a line of profiles:". A missing file has no lines.
     """
     try:
         os.stat(path)
@@ -234,7 +233,7 @@ def read_json_lines(path: Path, *, what: str, max_bytes: int) -> Iterator[tuple[
     except (OSError, ValueError):
         pass  # read_text meets the same error and raises it with a clear message
     text = read_text(path, what=what, max_bytes=max_bytes)
-    # Not splitlines: it splits at further characters, which JSON allows in strings.
+    # Not splitlines: it splits at further characters, such as U+2028, that JSON allows in strings.
     lines = text.removesuffix("\n").split("\n") if text else []
     for number, line in enumerate(lines, start=1):
         where = f"{path}:{number} must be a line of {what}:"
@@ -242,7 +241,7 @@ def read_json_lines(path: Path, *, what: str, max_bytes: int) -> Iterator[tuple[
 
 
 def parse_json(text: str, *, where: str) -> object:
-    """Parse one JSON value, more strictly than ``json.loads``; errors start with ``where``.
+    """Return the value of a JSON text, stricter than ``json.loads``; errors start with ``where``.
 
     An object with a key twice, a number that is not finite (NaN, Infinity, 1e400), and lists and
     objects nested deeper than ``MAX_DEPTH`` are a ``ValueError``.

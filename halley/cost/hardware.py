@@ -33,8 +33,8 @@ class Hardware:
     # generates takes a third of it.
     call_us: float = 0.0
     collective_us: float = 0.0  # host time to start one collective
-    # A sum over many rows runs as two kernels. This is the time of the second kernel, which adds
-    # the partial sums of the first with few CTAs.
+    # A sum over many rows runs as two kernels. This is the time of the second kernel, in which few
+    # CTAs add the partial sums of the first.
     split_sum_us: float = 0.0
     read_us: float = 0.0  # time in which the host reads a value from the device
 
@@ -75,7 +75,7 @@ A100 = replace(
     link_bytes_per_s=180e9,
 )
 # Rates of a CPU core per rank, with gloo over loopback; only their order of magnitude matters. The
-# host is the device, so there are no host times.
+# host is the device, so compiled graphs have no host times.
 CPU = Hardware(
     name="cpu",
     gemm_flops_per_s=5e10,
@@ -92,7 +92,7 @@ KNOWN = (H200, H100, A100)
 
 
 def find_hardware(device: str) -> Hardware:
-    """Return the rates of "cpu", or of a known GPU by its ``torch.cuda.get_device_name``."""
+    """Return the ``Hardware`` of "cpu" or of a GPU by driver name; ``ValueError`` if unknown."""
     for hardware in KNOWN:
         if device.startswith(hardware.name):
             return hardware
@@ -104,7 +104,7 @@ def find_hardware(device: str) -> Hardware:
 
 @final
 class Predictor:
-    """Predict the times of GEMMs, all-to-alls and memory traffic: a roofline with latencies."""
+    """Predicts microseconds of GEMMs, all-to-alls and memory traffic: a roofline with latencies."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
@@ -112,7 +112,7 @@ class Predictor:
     def grouped_gemm_us(
         self, num_rows: float, num_groups: int, *, inner: int, outer: int, itemsize: int
     ) -> float:
-        """Predict a grouped GEMM of rows with ``num_groups`` matrices of inner x outer values."""
+        """Predict a grouped GEMM of ``num_rows`` rows in total by ``num_groups`` matrices."""
         compute_s = 2.0 * num_rows * inner * outer / self.hardware.gemm_flops_per_s
         num_bytes = itemsize * (num_rows * (inner + outer) + num_groups * inner * outer)
         memory_s = num_bytes / self.hardware.memory_bytes_per_s
@@ -123,7 +123,7 @@ class Predictor:
         return self.hardware.link_latency_us + num_bytes / self.hardware.link_bytes_per_s * 1e6
 
     def memory_us(self, num_bytes: float, *, num_ops: int = 1) -> float:
-        """Predict ``num_ops`` element-wise operations that move ``num_bytes`` in total."""
+        """Predict ``num_ops`` element-wise operations; ``num_bytes`` are read or written in all."""
         launches_us = num_ops * self.hardware.launch_us
         return max(num_bytes / self.hardware.memory_bytes_per_s * 1e6, launches_us)
 
@@ -140,9 +140,9 @@ def predictor_of(device: torch.device | str) -> Predictor:
 
 
 def peak_flops_per_s(device: torch.device) -> float | None:
-    """Return the dense bfloat16 rate of a GPU, the denominator of model FLOPs utilisation (MFU).
+    """Return the dense bfloat16 FLOP/s of a GPU, the denominator of MFU; None for a CPU.
 
-    It is the vendor's rate for a known GPU, and measured for another. It is None for a CPU.
+    It is the vendor's rate for a known GPU, and measured for another. (MFU: FLOPs utilisation.)
     """
     if device.type == "cpu":
         return None

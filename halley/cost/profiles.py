@@ -57,7 +57,7 @@ class Curve:
             raise ValueError(f"points' microseconds ({least_us}) must be above 0")
 
     def at(self, num_bytes: float) -> float:
-        """Return the microseconds of ``num_bytes``, interpolated between the points."""
+        """Return the microseconds of ``num_bytes``, interpolated; extrapolated above the points."""
         sizes = [size for size, _ in self.points]
         if num_bytes <= sizes[0]:
             return self.points[0][1]
@@ -121,7 +121,7 @@ def measure_contention(
     Args:
         gemm: runs one GEMM, much shorter than the collective, and leaves that many SMs free.
         exchange: starts the collective and returns it.
-        reserved_sms: numbers of SMs to try, ascending.
+        reserved_sms: numbers of SMs to try, ascending. The result has the chosen ``sm_margin``.
     """
     gemm_us = measure_us(lambda: gemm(0), device=device)
     alone_us = measure_us(lambda: exchange().wait(), device=device)
@@ -146,7 +146,7 @@ def measure_contention(
 def _overlap_on_cpu(
     gemm: Callable[[], object], exchange: Callable[[], Work]
 ) -> tuple[float, float]:
-    """Return how many GEMMs end while a collective runs, and its time in microseconds."""
+    """Run GEMMs until a collective has ended; return their number and the microseconds passed."""
     begin = time.perf_counter_ns()
     work, count = exchange(), 0
     while not work.is_completed():
@@ -160,7 +160,7 @@ def _overlap_on_cpu(
 def _overlap_on_gpu(
     gemm: Callable[[], object], exchange: Callable[[], Work], num_gemms: int
 ) -> tuple[float, float]:
-    """Return how many of ``num_gemms`` end while a collective runs, and its microseconds."""
+    """Run ``num_gemms`` beside a collective; return the fractional number that fits, and its us."""
     side = torch.cuda.Stream()
     begin, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(num_gemms)]
@@ -199,7 +199,7 @@ def run_us(run: Callable[[], object], device: torch.device) -> float:
 
 
 def shipped_path(device_name: str) -> Path | None:
-    """Return the file of measured times that the package has for a device, or None."""
+    """Return the path of the file of measured times that the package has for a device, or None."""
     path = Path(__file__).parent / "tables" / f"{device_name.lower().replace(' ', '-')}.jsonl"
     return path if path.exists() else None
 
@@ -207,7 +207,7 @@ def shipped_path(device_name: str) -> Path | None:
 def operation_key(
     name: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], *, rest: str = ""
 ) -> str:
-    """Return the key of an operator in a table of times, such as "aten.mm.default(float32[2,3])".
+    """Return an operator's key in a table of times, such as "aten.relu.default(float32[2,3])".
 
     Equal keys mean equal times. ``rest`` describes the arguments that are no tensors.
     """
@@ -279,7 +279,7 @@ class ProfileTable:
         return self._curves.get(key)
 
     def measure(self, key: str, run: Callable[[], object], *, device: torch.device) -> float | None:
-        """Return the time of an operator; measure it if it is missing and not ``offline``."""
+        """Return an operator's microseconds, measured if missing; if offline, None if missing."""
         if key not in self._times_us and not self.offline:
             self.add_time(key, measure_us(run, device=device))
         return self._times_us.get(key)

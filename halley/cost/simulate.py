@@ -74,7 +74,7 @@ def _span(task: Task, start_us: float, duration_us: float) -> Span:
 
 
 def _simulate_contention(tasks: Sequence[Task], contention: Contention) -> list[Span]:
-    """Simulate tasks whose speed changes when a task of another stream starts or ends."""
+    """Simulate tasks whose speed changes when another stream of the rank starts or ends a task."""
     waiting: dict[tuple[int, str], deque[Task]] = defaultdict(deque)  # tasks of each (rank, stream)
     for task in tasks:
         waiting[task.rank, task.stream].append(task)
@@ -105,7 +105,7 @@ def _simulate_contention(tasks: Sequence[Task], contention: Contention) -> list[
 def _rate(
     lane: tuple[int, str], running: Iterable[tuple[int, str]], contention: Contention
 ) -> float:
-    """Return the speed of a task, given the (rank, stream) of all running tasks; 1.0 alone."""
+    """Return the speed of the task in ``lane`` beside those in ``running``; alone it is 1.0."""
     rank, stream = lane
     is_comm = stream == _COMM
     overlaps = stream != HOST and any(
@@ -138,7 +138,7 @@ class Operation:
     is_read: bool = False  # the host reads the result, so it waits for the end of the operation
 
     def __post_init__(self) -> None:
-        # ``check_choice`` is too slow for the thousands of operations that a plan creates.
+        # Test first: ``check_choice`` is too slow for the thousands of operations of a plan.
         if self.role not in get_args(Role):
             check_choice(self.role, get_args(Role), name="role")
 
@@ -147,7 +147,7 @@ class Operation:
 class GraphTime:
     """Predicted times of the graph of one rank, in microseconds."""
 
-    makespan_us: float  # from the start of the first to the end of the last operation
+    makespan_us: float  # from the call of the graph to the end of the last operation
     comm_us: float  # sum of the times of all collectives
     exposed_us: float  # time in which a collective runs and no computation
 
@@ -191,7 +191,7 @@ def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[T
 def graph_spans(
     operations: Sequence[Operation], order: Sequence[int], contention: Contention = NO_CONTENTION
 ) -> list[Span]:
-    """Simulate a graph with operations launched in an order; return the spans on the device."""
+    """Simulate operations launched in an order; return the device's spans that are not empty."""
     spans = simulate(graph_tasks(operations, order), contention)
     return [span for span in spans if span.duration_us > 0.0 and span.stream != HOST]
 

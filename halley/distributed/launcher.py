@@ -39,7 +39,7 @@ _HINT_AFTER_S = 3.0  # time after a signal until the launcher prints that it wai
 
 # This script sets PR_SET_PDEATHSIG and then executes a rank, so that Linux kills the rank when
 # the launcher dies. The argument preexec_fn of Popen could do this too, but it is not safe with
-# threads. The launcher may die before the call of prctl, so the script compares its parent.
+# threads. The launcher may die before the call of prctl, so the script checks its parent's id.
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
@@ -68,7 +68,7 @@ class Failure:
 
 
 def tell_failure_from_thread(text: str) -> None:
-    """Report a failure of one line from another thread, while the main thread hangs."""
+    """Report a one-line failure to the launcher, else on stderr, while the main thread hangs."""
     failure = Failure(text=text, rank=_own_rank())
     if FAILURES_VARIABLE in os.environ and _tell_launcher(failure):
         return
@@ -79,7 +79,7 @@ def tell_failure_from_thread(text: str) -> None:
 def tell_failure(
     text: str, *, is_mistake: bool = False, error: BaseException | None = None, details: str = ""
 ) -> None:
-    """Report the failure of this process to the launcher, or to the user if there is none.
+    """Report this process's failure to Halley's launcher, or to the user if there is none.
 
     Under another launcher, all ranks of a host make the same mistake, so only local rank 0 prints
     it. Other failures of other local ranks go to torchrun's error file, or to standard error if
@@ -101,10 +101,10 @@ def tell_failure(
 
 @final
 class FailureReader:
-    """Prints the failures that ranks append to a file, each cause once."""
+    """Prints the failures that ranks append to a file: each cause once, at most four causes."""
 
     def __init__(self, path: Path) -> None:
-        """Create the empty file of failures; ranks get its path in ``FAILURES_VARIABLE``."""
+        """Create the empty file, whose path ``launch`` gives to ranks in ``FAILURES_VARIABLE``."""
         path.touch()
         self.path = path
         self.ranks: set[int] = set()  # ranks that have reported a failure
@@ -112,7 +112,7 @@ class FailureReader:
         self._position = 0
 
     def show_new(self) -> None:
-        """Print the failures reported since the last call; all calls print at most four causes."""
+        """Print failures since the last call whose cause is new; at most four causes in all."""
         with self.path.open("rb") as file:
             file.seek(self._position)
             for line in file:
@@ -151,7 +151,7 @@ def _tell_launcher(failure: Failure) -> bool:
 
 
 def launch(command: list[str], *, num_processes: int, patience_s: float = 30.0) -> int:
-    """Start a command on several ranks of this host and wait for all of them.
+    """Run a command as several ranks of this host; return the exit code when all have ended.
 
     Failures that ranks report with ``tell_failure`` are printed once per cause. The first SIGINT or
     SIGTERM is forwarded to all ranks, which then have ten minutes to end. The second kills them.
@@ -198,7 +198,7 @@ def _wait(
     failures: FailureReader,
     patience_s: float,
 ) -> int:
-    """Wait for all ranks, print the rank that failed first and return its exit code."""
+    """Wait for all ranks, forward signals, print a failed rank; return the launcher's exit code."""
     failed: int | None = None
     interrupted_by: int | None = None
     deadline_s = hint_s = math.inf
@@ -241,7 +241,7 @@ def _wait(
 
 
 def _find_failure(codes: list[int | None]) -> int | None:
-    """Return the rank that caused the failure, from the exit codes of all ranks, or None."""
+    """Return the lowest rank that a signal killed, else the lowest with a code above 0, or None."""
     # A rank that a signal killed is the cause: the other ranks end by errors, with codes above 0.
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
     ended = [rank for rank, code in enumerate(codes) if code is not None and code > 0]
@@ -249,7 +249,7 @@ def _find_failure(codes: list[int | None]) -> int | None:
 
 
 def _report(rank: int, code: int, *, is_reported: bool) -> int:
-    """Print how a rank failed, if it has not reported it; return the exit code of the launcher."""
+    """Print the signal, or unreported code, that ended a rank; return the launcher's exit code."""
     if code < 0:
         name = f"signal {-code}"
         with suppress(ValueError):  # real-time signals have no name
@@ -294,7 +294,7 @@ def _num_cores() -> int:
 def signals_handled(
     numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
-    """Let a function handle some signals during the block, if this is the main thread."""
+    """Call ``handler`` for signals ``numbers`` in the block, if this is the main thread."""
     try:
         before = {number: signal.signal(number, handler) for number in numbers}
     except ValueError:  # signal handlers can be set in the main thread only

@@ -1,4 +1,4 @@
-"""Join a distributed run, divide its ranks into a device mesh, and sum gradients over the mesh."""
+"""Join a distributed run, divide its ranks into a device mesh, and average gradients over it."""
 
 import datetime
 import os
@@ -17,13 +17,13 @@ from halley.core.types import check_tp_size
 from halley.core.validation import check_choice, check_type
 
 
-# Size of one all-reduce: enough for full link bandwidth, small enough to start during backward.
+# Size at which a gradient bucket is all-reduced: large for bandwidth, small for overlap.
 BUCKET_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """The process groups of expert parallelism inside data parallelism.
+    """The ranks, sizes and process groups of expert parallelism inside data parallelism.
 
     Every rank trains on its own sequences. The ranks form a mesh ("edp", "ep"). The ranks of an
     "ep" group together hold all experts of a layer. The ranks of an "edp" group hold the same
@@ -67,7 +67,7 @@ class ParallelGroups:
 
 
 def build_groups(ep_size: int, *, device_type: str, tp_size: int = 1) -> ParallelGroups:
-    """Create the mesh over all ranks of the default process group, or for a single process.
+    """Create the groups and mesh of all ranks of the default group, or of one process. Collective.
 
     Args:
         ep_size: size of an expert-parallel group of consecutive ranks; 0 for all ranks. It must
@@ -132,7 +132,7 @@ def sync_gradients(
 def global_norm(
     dense: Iterable[torch.Tensor], expert: Iterable[torch.Tensor], *, groups: ParallelGroups
 ) -> torch.Tensor:
-    """Return the norm of all gradients of the model as a float32 scalar. Collective.
+    """Return the float32 L2 norm of all gradients of the model; a collective of the "ep" group.
 
     Dense gradients are the same on all ranks. ``expert`` has those of this rank's experts, each
     expert on one rank only: with replicas, the results of ``GroupedExperts.without_replicas``.
@@ -155,7 +155,7 @@ def _sum_of_squares(gradients: Iterable[torch.Tensor]) -> torch.Tensor | None:
 def _sum_over(
     gradients: Iterable[torch.Tensor], *, group: dist.ProcessGroup | None, scale: int
 ) -> None:
-    """Sum gradients over the group in buckets, and divide them by ``scale``, in place."""
+    """Sum gradients over the group, if any, in buckets, and divide by ``scale``, in place."""
     waiting = list(gradients)[::-1]
     if group is None:
         if scale > 1 and waiting:
@@ -197,7 +197,7 @@ def is_launched() -> bool:
 
 
 def check_launcher() -> None:
-    """Raise ``ValueError`` if a launcher has set some environment variables wrongly, or not all."""
+    """Raise ``ValueError`` if a launcher's variables (RANK, ...) are wrong or incomplete."""
     given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     if not given:
         return
@@ -243,7 +243,7 @@ def pick_device(choice: str) -> torch.device:
 
 @contextmanager
 def join_world(device_choice: str, *, timeout_s: float = 600.0) -> Iterator[World]:
-    """Initialize the process group (NCCL on CUDA, gloo on CPU), and destroy it after the block.
+    """Create the process group (NCCL on CUDA, else gloo), yield a ``World``, destroy the group.
 
     Without a launcher there is one rank and no process group. After an error in the block, the
     process group is not destroyed: that call would wait for lost ranks. ``device_choice`` is as for
@@ -257,7 +257,7 @@ def join_world(device_choice: str, *, timeout_s: float = 600.0) -> Iterator[Worl
         yield World(rank=0, num_ranks=1, device=device)
         return
     store, rank, num_ranks = next(rendezvous("env://"))
-    # The time limit of a group is read from its store, see ``peers.time_limit``.
+    # ``peers.time_limit`` reads the time limit of a group from its store, so set it there.
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",

@@ -22,7 +22,7 @@ class Nodes:
     local: dist.ProcessGroup | None = None  # group of this node; None for nodes of one rank
 
     def splits(self, counts_N: list[int]) -> list[int]:
-        """Return the splits of an all-to-all over all ranks, given the rows for each of N nodes.
+        """Return an all-to-all's split sizes by rank, from the number of rows for each of N nodes.
 
         A rank exchanges rows only with the ranks that have its local rank in their nodes.
         """
@@ -32,7 +32,7 @@ class Nodes:
 
 
 def find_nodes(group: dist.ProcessGroup | None, *, ranks_per_node: int = 0) -> Nodes:
-    """Divide a group into nodes and create the process group of each node. Collective.
+    """Return this rank's ``Nodes`` in a group; create a process group per node. Collective.
 
     All ranks of the default group call it at the same time, each with the group it belongs to.
 
@@ -59,7 +59,7 @@ def find_nodes(group: dist.ProcessGroup | None, *, ranks_per_node: int = 0) -> N
             raise ValueError(
                 f"ranks_per_node ({size}) must divide the ranks of the group ({len(ranks)})"
             )
-    # new_group is a collective of all ranks of the job, also for groups of some of them.
+    # new_group is a collective of all ranks of the job, so each rank creates all groups.
     local = None
     for ranks, size in sizes.items():
         for first in range(0, len(ranks), size):

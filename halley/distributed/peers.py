@@ -25,7 +25,7 @@ T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
 
 _REPORT_WAIT_S = 3.0  # time to wait for other ranks' reports after a failed collective
-_HOST_STAYS_S = 1.0  # time that rank 0 ends later, because its process may host the store
+_HOST_STAYS_S = 1.0  # extra wait of rank 0, because its process may host the store
 _ANSWER_WAIT_S = 10.0  # a store is lost if it does not answer within this time
 _VERDICT_MARGIN_S = 2.0  # other ranks wait longer than rank 0, which compares values
 _POLL_S = 0.02
@@ -33,14 +33,14 @@ _FOLDER_OPERATION = "work on the run's folder"  # name of the operation in messa
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3", or "ranks 0, 1 and 3"."""
+    """Return the ranks in words, such as "rank 3" or "ranks 0, 1 and 3"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def group_ranks(values: Mapping[int, Key]) -> dict[Key, list[int]]:
-    """Return the ranks that have each value, from the value of each rank."""
+    """Return a dict from each value to the ranks that have it; ``values`` has one per rank."""
     ranks_of: dict[Key, list[int]] = {}
     for rank, value in values.items():
         ranks_of.setdefault(value, []).append(rank)
@@ -130,7 +130,7 @@ def on_rank_zero(action: Callable[[], T]) -> T:
 
 
 def on_all_ranks(action: Callable[[int], T]) -> list[T]:
-    """Run a function of the rank on all ranks; every rank returns all results. Collective.
+    """Call ``action(rank)`` on each rank; return the results of all ranks, by rank. Collective.
 
     An OSError on some rank becomes a RuntimeError on all ranks that names the first such rank.
     """
@@ -150,7 +150,7 @@ def on_all_ranks(action: Callable[[int], T]) -> list[T]:
 def compare_ranks(
     what: str, values: Mapping[str, object], *, group: dist.ProcessGroup | None
 ) -> None:
-    """Check that all ranks of the group call this with the same arguments. Collective.
+    """Raise ``ValueError`` if ranks of the group call this with different arguments. Collective.
 
     The values go through the store of the group, not through NCCL or gloo. So a missing rank is an
     error after the time limit of the group, not a hang. Rank 0 of the group compares the values.
@@ -193,7 +193,7 @@ def compare_ranks(
 
 
 def _wait_for(store: Any, keys: list[str], *, limit_s: float) -> bool:
-    """Return whether all keys of the store are set within the limit."""
+    """Wait until the store has all keys, at most ``limit_s``; return whether it has them."""
     # A loop polls, because ``Store.wait`` blocks other threads on the same connection.
     deadline_s, pause_s = time.monotonic() + limit_s, _POLL_S / 10
     while not store.check(keys):
@@ -222,7 +222,7 @@ def _difference(what: str, values_W: list[dict[str, str]], *, names: list[int]) 
 
 
 def _name_failure(error: RuntimeError, operation: str, *, group: dist.ProcessGroup) -> RuntimeError:
-    """Return the error of a collective, extended by the failed and the silent other ranks."""
+    """Return a new error: the cause of ``error``, and other ranks that failed or sent no report."""
     names, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     count = CURRENT_OPERATION.num_operations
     lines = str(error).splitlines() or [type(error).__name__]
@@ -254,7 +254,7 @@ def _name_failure(error: RuntimeError, operation: str, *, group: dist.ProcessGro
 def _collect_reports(
     group: dist.ProcessGroup, own: dict[str, object]
 ) -> dict[int, dict[str, object]]:
-    """Publish the operation in which this rank failed; return the reports of all ranks, by rank.
+    """Publish this rank's failure, ``own``; return, by rank, the reports that arrive in time.
 
     The result is empty if the store never answered.
     """

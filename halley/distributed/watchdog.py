@@ -46,7 +46,7 @@ _NUM_BEATS_ALIVE = 4  # heartbeats after an error that show that a rank is not l
 
 @dataclass(frozen=True, kw_only=True)
 class _Report:
-    """The operation that a rank runs, as ``core.timeline.CurrentOperation`` knows it."""
+    """The operation that a rank runs or began last, as its watchdog writes it to the store."""
 
     step: int  # step of training; 0 if steps are not counted
     num_operations: int
@@ -57,7 +57,7 @@ class _Report:
 
 @final
 class Watchdog:
-    """Watches the other ranks during its ``with`` block, and ends this rank if it waits forever.
+    """Detects lost and deadlocked ranks during its ``with`` block, and ends this rank if it hangs.
 
     In a script of your own, after ``torch.distributed.init_process_group``::
 
@@ -139,11 +139,11 @@ class Watchdog:
         return cls(group.get_group_store(), rank=rank, num_ranks=num_ranks, **options)
 
     def __enter__(self) -> Self:
-        # All ranks enter equally often, so the count separates successive runs on one store.
+        # All ranks enter watchdogs equally often, so the count separates watchdogs on one store.
         start = self._store.add(f"halley/watchdog/starts/{self._rank}", 1)
         self._store = PrefixStore(f"halley/watchdog/{start}", self._store)
         self._send_report()
-        # A thread that uses the store while the interpreter exits would crash the process.
+        # A thread that uses the store while Python exits crashes the process: stop it before.
         atexit.register(self.stop)
         self._heartbeat_thread.start()
         self._exit_thread.start()
@@ -172,10 +172,10 @@ class Watchdog:
         self._heartbeat_thread.join(timeout=2 * self._linger_s)
 
     def explain(self, error: Exception) -> RuntimeError:
-        """Return the error to raise in place of one of a collective; takes up to ``timeout_s``.
+        """Return an error to raise in place of ``error``; wait up to 2 * ``timeout_s``.
 
         It names the lost rank and the step. If no rank is lost, it repeats ``error`` and adds the
-        operations of all ranks.
+        operations of the ranks if they differ.
         """
         before = list(self._num_beats)
         self._explaining = True
@@ -221,7 +221,7 @@ class Watchdog:
                 self._verdict = f"{_LOST}{_store_host()} (connection lost)"
 
     def _exchange(self) -> None:
-        """Send a heartbeat, read those of the watched ranks, and decide whether a rank is lost."""
+        """Send and read reports and heartbeats; judge whether ranks are lost or deadlocked."""
         self._send_report()
         watches_all = self._rank == 0 or self._explaining
         for peer in range(self._num_ranks) if watches_all else [0]:
@@ -242,14 +242,14 @@ class Watchdog:
             self._judge()
 
     def _send_report(self) -> None:
-        """Store the operation that this process runs, and send a heartbeat."""
+        """Write this rank's operation to the store, then increment its heartbeat counter there."""
         name, is_waiting, is_busy = CURRENT_OPERATION.name, CURRENT_OPERATION.is_waiting, False
         main = threading.main_thread().ident
         frame = None if is_waiting or main is None else sys._current_frames().get(main)
-        # Functions of torch.distributed block with gloo, so the main thread waits inside of them.
+        # With gloo, functions of torch.distributed block, so the main thread waits inside of one.
         if frame is not None and frame.f_globals.get("__name__") == _COLLECTIVES:
             name, is_waiting = f"{frame.f_code.co_name} of torch.distributed", True
-        # The query of a stream breaks a CUDA graph capture; after some seconds a capture is over.
+        # The query of a stream breaks a CUDA graph capture, so wait until a capture must be over.
         unchanged_s = self._num_unchanged[self._rank] * self._interval_s
         if self._gpu is not None and unchanged_s >= _ASK_GPU_AFTER_S:
             is_busy = not torch.cuda.default_stream(self._gpu).query()
@@ -277,7 +277,7 @@ class Watchdog:
             for peer in range(self._num_ranks)
             if peer not in self._exit_reasons and self._num_silent[peer] >= limit
         ]
-        # A finished rank is lost only for ranks that still need it in a collective.
+        # A normally ended rank is lost only for a rank whose collective has failed.
         departed = [
             f"rank {peer} (rank {peer} ended early: {exit_reason})"
             for peer, exit_reason in sorted(self._exit_reasons.items())
@@ -290,7 +290,7 @@ class Watchdog:
         self._verdict = verdict or None
 
     def _find_stuck(self) -> str:
-        """Return a sentence that describes a deadlock of the ranks, or "" if there is none."""
+        """Return, on rank 0, a sentence that describes a deadlock of the ranks; else return ""."""
         live = [rank for rank in range(self._num_ranks) if rank not in self._exit_reasons]
         reports = {rank: p for rank in live if (p := self._reports[rank]) is not None}
         unchanged_s = min(self._num_unchanged[rank] for rank in live) * self._interval_s
@@ -315,7 +315,7 @@ class Watchdog:
         self._store.add(_beat_key(self._rank), _LEFT)
         if self._rank != 0:
             return
-        # The store ends with this process, so the other ranks must read it first.
+        # The store may end with this process, so wait until the other ranks have left.
         deadline_s = time.monotonic() + self._linger_s
         peers = range(1, self._num_ranks)
         while time.monotonic() < deadline_s and not all(
@@ -354,7 +354,7 @@ def _store_host() -> str:
 
 
 def _differ(reports: Iterable[_Report]) -> bool:
-    """Return whether the ranks of the reports run different operations, waiting or not."""
+    """Return whether reports differ in step, number of operations or name of the operation."""
     return len({(report.step, report.num_operations, report.name) for report in reports}) > 1
 
 

@@ -26,7 +26,7 @@ _TOKEN_MULTIPLE = 64  # grown buffers hold a multiple of this number of tokens
 
 
 class BufferShape(NamedTuple):
-    """Sizes of a fused MoE layer; layers with equal sizes share buffers. Equal on all ranks."""
+    """Sizes and dtype of a fused MoE layer, equal on all ranks; equal layers share buffers."""
 
     hidden_size: int
     num_experts: int
@@ -77,7 +77,7 @@ class Workspace:
             torch.cuda.get_device_properties(device).multi_processor_count - reserved_sms
         )
         on_gpu = device.type == "cuda"
-        # Training may use tensors that were allocated under inference mode, and must write them.
+        # Evaluation may make the workspace; training could not write tensors of inference mode.
         with torch.inference_mode(mode=False):
             self.status = torch.zeros(STATUS_WORDS, dtype=torch.int64, device=device)
             self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
@@ -106,11 +106,11 @@ class Workspace:
 
     @property
     def symmetric_bytes(self) -> int:
-        """Bytes of this rank's memory that kernels of the other ranks read and write."""
+        """Number of bytes of this rank's buffers that kernels of other ranks read and write."""
         return sum(tensor.local.nbytes for tensor in self._symmetric)
 
     def context(self, layout: Layout | None = None) -> KernelContext:
-        """Return buffers and settings for the launches of a pass, by default for a new plan."""
+        """Return buffers and settings for a pass's launches; None is the layout of new plans."""
         routing, send, combine, dweights = self._symmetric
         return KernelContext(
             layout=layout or self.layout,
@@ -128,7 +128,7 @@ class Workspace:
         )
 
     def begin_pass(self) -> None:
-        """Begin a forward or backward pass after passes on other CUDA streams; raise failures.
+        """Raise a reported failure; then let the current stream wait for the last pass's stream.
 
         After a failure the workspace stays unusable, because the ranks may have run different
         numbers of passes.
@@ -138,19 +138,19 @@ class Workspace:
         device, previous = self.heap.device, self._stream
         if previous is None or current_stream(device.index) == previous.cuda_stream:
             return
-        # The previous stream may still use the scratch. A captured graph cannot wait for it: the
+        # The previous stream may still use ``rows_RD``. A captured graph cannot wait for it: the
         # caller orders the replays of a graph.
         if not torch.cuda.is_current_stream_capturing():
             self._stream = torch.cuda.current_stream(device)
             self._stream.wait_stream(previous)
 
     def record_plan_event(self) -> None:
-        """Record a CUDA event after the plan kernel, for which ``read_plan`` waits."""
+        """Record, after the plan kernel, the CUDA event (if any) for which ``read_plan`` waits."""
         if self._plan_event is not None:
             self._plan_event.record(self._stream)
 
     def persistent_tensors(self) -> list[torch.Tensor]:
-        """Return all tensors of the workspace. Their addresses change only when it grows."""
+        """Return the tensors of the workspace; their addresses change only when it grows."""
         symmetric = [part for each in self._symmetric for part in (each.local, each.ptrs_W)]
         return [self.status, self.counters, self.host_status, self.rows_RD, *symmetric]
 
@@ -160,10 +160,10 @@ class Workspace:
             check(self.host_status, rank=self.heap.rank, timeout_s=self.timeout_s)
 
     def read_plan(self, up_LGD: torch.Tensor | None = None, *, part: int = 0) -> PlanSize:
-        """Wait until the GPU has made the newest dispatch plan; return its sizes, rounded up.
+        """Wait for the newest plan, return its sizes rounded up; with ``max_load`` the capacity.
 
-        With ``max_load`` it returns the capacity without waiting. A failed wait, or the capture of
-        a CUDA graph without ``max_load``, is a ``RuntimeError``.
+        With ``max_load`` it does not wait. Else it notes the sizes for predictions. A failed wait,
+        or the capture of a CUDA graph without ``max_load``, is a ``RuntimeError``.
         """
         if self._plan_event is not None:
             if torch.cuda.is_current_stream_capturing():
@@ -181,7 +181,7 @@ class Workspace:
         return self.plan_sizes.note(size, up_LGD, part=part)
 
     def grow_tokens(self, num_tokens: int) -> None:
-        """Replace the symmetric buffers by buffers for 25 % more tokens; a collective.
+        """Replace the symmetric buffers by ones for 1.25 times ``num_tokens`` tokens; a collective.
 
         If a rank has too little memory, all raise a ``MemoryError`` and keep the old buffers.
         """
@@ -192,7 +192,7 @@ class Workspace:
         self._free(old)
 
     def grow_rows(self, num_rows: int) -> None:
-        """Replace ``rows_RD`` by a buffer of more rows; the other ranks take no part."""
+        """Replace ``rows_RD`` by a buffer of at least ``num_rows`` rows, on this rank only."""
         grown = min(int(_GROWTH * num_rows), self.layout.max_tiles * self.config.block_m)
         self.rows_RD = self._make_rows(max(num_rows, grown))
         self.launches.clear()
@@ -303,13 +303,13 @@ class Workspaces:
         _BY_HANDLE[self.handle] = self
 
     def num_experts(self, num_local: int) -> int:
-        """Return the number of experts of all ranks if each rank holds ``num_local`` of them."""
+        """Return the number of experts of all ranks if each holds (shards of) ``num_local``."""
         return num_local * self.num_ranks // self.tp_size
 
     def find(
         self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, up_LGD: torch.Tensor
     ) -> Workspace:
-        """Return the workspace of a layer; a collective if the workspace does not exist yet.
+        """Return the workspace of a layer's shape; make it, collectively, if it does not exist yet.
 
         Raises:
             ValueError: the ranks differ in the shape, or in arguments of this object.
@@ -346,7 +346,7 @@ class Workspaces:
     def _make(self, shape: BufferShape, num_tokens: int) -> Workspace:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a layer must run once before it is captured in a CUDA graph")
-        # The compared name is "fused" also for unfused layers: both share the workspaces.
+        # Ranks compare the name "fused" also for unfused layers: both share the workspaces.
         values = {"strategy": "fused", **shape._asdict(), "max_load": self._limits["max_load"]}
         values |= {"device": self.device.type, "workspaces": len(self._by_shape)}
         compare_ranks("an MoE layer", values, group=self.group)

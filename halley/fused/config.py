@@ -47,7 +47,7 @@ class KernelConfig:
     sum_rows: int = 8  # tokens of one task of the sum at the source rank
 
     def fetch_block(self, hidden_size: int, *, num_warps: int) -> tuple[int, int]:
-        """Return rows and columns of the block that a fetching CTA has in flight."""
+        """Return the numbers of rows and columns of the block that a fetching CTA has in flight."""
         elements = self.fetch_elements * num_warps
         columns = min(4096, 1 << (hidden_size - 1).bit_length(), elements)
         return min(64, elements // columns), columns
@@ -71,14 +71,14 @@ class KernelConfig:
         return config
 
     def settings(self, base: "KernelConfig") -> list[str]:
-        """Return the settings that differ from a base configuration, such as "up.run=2"."""
+        """Return this configuration's settings that differ from ``base``, such as "up.run=2"."""
         others = _by_name(base)
         return [
             f"{name}={value}" for name, value in _by_name(self).items() if value != others[name]
         ]
 
 
-# The interpreter takes about the same time for any block size: use few CTAs and few tasks.
+# The interpreter takes about the same time for any block size, so few CTAs and tasks are best.
 _CPU_TILE = GemmTile(block_n=64, block_k=64, group=2)
 CPU_CONFIG = KernelConfig(
     num_programs=2,
@@ -102,7 +102,7 @@ def default_config(device: torch.device) -> KernelConfig:
 
 
 def _by_name(config: KernelConfig) -> dict[str, int]:
-    """Return all settings of a kernel configuration by name, such as "up.block_n"."""
+    """Return all values of a kernel configuration, by names such as "up.block_n"."""
     found: dict[str, int] = {}
     for field_ in fields(config):
         value = getattr(config, field_.name)
@@ -123,7 +123,7 @@ _WHAT = "tuned kernel configurations"
 
 @dataclass(frozen=True, kw_only=True)
 class TunedShape:
-    """Layer shape for which ``halley tune`` measured the fastest configuration."""
+    """Layer shape and number of tokens for which ``halley tune`` measures a configuration."""
 
     hidden_size: int
     num_experts: int
@@ -140,7 +140,7 @@ class TunedShape:
             raise ValueError(f"num_tokens ({self.num_tokens}) must be at least 0")
 
     def distance(self, other: "TunedShape") -> float:
-        """Return abs(log2) of the ratio of two shapes' tokens; inf if another size differs."""
+        """Return abs(log2) of the ratio of two shapes' tokens; inf if any other field differs."""
         mine, others = asdict(self) | {"num_tokens": 0}, asdict(other) | {"num_tokens": 0}
         if mine != others:
             return math.inf
@@ -149,7 +149,7 @@ class TunedShape:
 
 @dataclass(frozen=True, kw_only=True)
 class TunedConfig:
-    """Fastest kernel configuration that ``halley tune`` measured for a layer shape."""
+    """Fastest kernel configuration that ``halley tune`` measured for a shape, and its times."""
 
     shape: TunedShape
     settings: tuple[str, ...]  # those that differ from the defaults of the device
@@ -166,13 +166,13 @@ class TunedConfig:
 
 
 def config_path() -> Path:
-    """Return the file of tuned configurations: ``HALLEY_KERNEL_CONFIG``, or a file in the cache."""
+    """Return the path of tuned configurations: ``HALLEY_KERNEL_CONFIG`` or a file in ~/.cache."""
     default = default_path().with_name("kernel_config.jsonl")
     return Path(os.environ.get(PATH_VARIABLE) or default)
 
 
 def tuning_environment(device: torch.device, *, num_ranks: int, tp_size: int = 1) -> Environment:
-    """Return the properties of a machine that tuned configurations depend on."""
+    """Return device, versions, link and numbers of ranks that tuned configurations depend on."""
     link = link_kind(device) if num_ranks > 1 else ""
     places = [f"ranks {num_ranks}", *([link] if link else [])]
     places += [f"{tp_size} an expert"] if tp_size > 1 else []
@@ -182,7 +182,7 @@ def tuning_environment(device: torch.device, *, num_ranks: int, tp_size: int = 1
 
 @final
 class ConfigTable:
-    """Tuned kernel configurations of one machine, read from a file; none if it does not exist.
+    """Tuned kernel configurations of one environment from a file; none if the file has none.
 
     A line that ``write`` would not write is a ``ValueError``.
     """
@@ -208,19 +208,19 @@ class ConfigTable:
 
     @classmethod
     def load(cls, device: torch.device, *, num_ranks: int, tp_size: int = 1) -> "ConfigTable":
-        """Read the configurations tuned for this machine and number of ranks."""
+        """Return the table of ``config_path`` for this machine and these numbers of ranks."""
         environment = tuning_environment(device, num_ranks=num_ranks, tp_size=tp_size)
         return cls(config_path(), environment)
 
     def find(self, shape: TunedShape, *, base: KernelConfig) -> KernelConfig:
-        """Return the configuration tuned for the nearest number of tokens, or else ``base``."""
+        """Return ``base``, with the settings tuned for this shape at the nearest tokens, if any."""
         near = min(self.found, key=lambda each: each.shape.distance(shape), default=None)
         if near is None or math.isinf(near.shape.distance(shape)):
             return base
         return base.changed(near.settings)
 
     def write(self, tuned: TunedConfig) -> None:
-        """Append a tuned configuration to the file; ``find`` then prefers it for its shape."""
+        """Append a tuned configuration to the file; ``find`` prefers it to an older one."""
         self._add(tuned)
         _write(self.path, [_entry(self.environment, tuned)], mode="a")
 
@@ -229,7 +229,7 @@ class ConfigTable:
 
 
 def merge_tables(sources: Sequence[Path], path: Path) -> int:
-    """Merge files of tuned configurations into ``path``; return its number of lines.
+    """Merge files of tuned configurations into ``path``; return the number of lines written.
 
     The last line of each machine and shape wins. The lines of ``path`` itself count first. A source
     that does not exist, or has an invalid line or another version, is a ``ValueError``.
@@ -251,7 +251,7 @@ def _entry(environment: Environment, tuned: TunedConfig) -> dict[str, object]:
 
 
 def _read(path: Path) -> Iterator[tuple[object, Environment, TunedConfig | None]]:
-    """Yield version, machine and tuned configuration of each line; None for other versions."""
+    """Yield each line's version, environment and configuration (None if not of ``VERSION``)."""
     for where, value in read_json_lines(path, what=_WHAT, max_bytes=_MAX_BYTES):
         if not isinstance(value, dict):
             raise ValueError(f"{where} value ({show(value)}) must be a table")

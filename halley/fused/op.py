@@ -1,4 +1,4 @@
-"""The fused MoE layer as torch operators with gradients.
+"""The fused MoE layer with gradients: an autograd function, and operators for torch.compile.
 
 Eager code calls ``fused_experts``, which runs the pass directly and registers the backward with
 autograd. Under ``torch.compile`` the graph has these operators of the library ``halley``:
@@ -39,7 +39,7 @@ from halley.ops.library import define
 
 @final
 class LayerParts:
-    """Collects the operands of the weight gradients of a layer whose tokens run in several parts.
+    """Holds the weight-gradient operands of all parts of a layer, and multiplies them once.
 
     A layer part is one call of the fused kernels for some of a layer's tokens; ``hierarchical``
     runs layers in parts. Weight gradients of each part would read and write the gradients of all
@@ -52,7 +52,7 @@ class LayerParts:
         self, workspaces: Workspaces, up_LGD: torch.Tensor, down_LDF: torch.Tensor
     ) -> None:
         self._workspaces = workspaces
-        # Columns of ``dpre_RG``, ``weighted_RF``, ``dy_RD`` and ``rows_RD`` of ``TokenGradients``.
+        # Numbers of columns of dpre_RG, weighted_RF, dy_RD and rows_RD of ``TokenGradients``.
         self._widths = (up_LGD.shape[1], down_LDF.shape[2], down_LDF.shape[1], up_LGD.shape[2])
         self.num_rows: list[int] = []
         self._operands: list[torch.Tensor] = []
@@ -62,7 +62,7 @@ class LayerParts:
     def begin_backward(
         self, index: int, plan: torch.Tensor, plan_id: int, *, dtype: torch.dtype
     ) -> list[torch.Tensor]:
-        """Return the buffers that take the weight-gradient operands of one layer part's rows."""
+        """Return buffer slices for backward to write a part's four weight-gradient operands to."""
         if not self._operands:
             total = sum(self.num_rows)
             self._operands = [
@@ -77,7 +77,7 @@ class LayerParts:
     def weight_gradients(
         self, needed: tuple[bool, bool], main_grads: MainGrads
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the gradients of both projections over all parts, and release the operands.
+        """Compute both projections' gradients (or None) over all parts, and release the operands.
 
         The gradient of a projection is None if ``needed`` is false, or if it was added to the
         buffer of ``main_grads``.
@@ -96,7 +96,7 @@ class LayerParts:
 
 
 class LayerPart(NamedTuple):
-    """One of several parts of a layer's tokens, and what it shares with the other parts.
+    """Number of a layer part, and the objects that it shares with the layer's other parts.
 
     If no weight needs a gradient, ``parts`` and ``anchor`` are None.
     """
@@ -166,7 +166,7 @@ def fused_experts(
 
 
 def compile_fused_experts(call: LayerCall, workspaces_handle: int) -> None:
-    """Compile all kernels of a fused layer in parallel, instead of each at its first launch."""
+    """Compile the kernels of a layer's passes in parallel, without launching them."""
     workspaces, weights = find_workspaces(workspaces_handle), (call.up_LGD, call.down_LDF)
     with compile_only(workspaces.num_ranks), torch.no_grad():
         result = run_forward(workspaces, call)
@@ -242,7 +242,7 @@ def _save_for_backward(ctx: Any, call: LayerCall, result: LayerResult) -> None:
 
 
 def _saved_input(call: LayerCall, result: LayerResult) -> torch.Tensor:
-    """Return the rows that forward saved, or its tokens if backward dispatches them again."""
+    """Return forward's tokens if backward dispatches them again, else the rows that it saved."""
     return call.x_TD if call.save == "recompute" else result.rows
 
 
@@ -298,7 +298,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _backward_of_op(ctx: Any, dy_TD: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
-    """Compute the gradients of the operator ``fused_experts`` by operators, for compiled graphs."""
+    """Return a gradient, or None, for each input of the operator ``fused_experts``."""
     plan_id, saved, plan, pre_RG, up_LGD, down_LDF, topk_idx_TK = ctx.saved_tensors
     dx_TD, dweights_TK, dpre_RG, weighted_RF, dy_RD, rows_RD = (
         torch.ops.halley.fused_experts_backward.default(
@@ -326,7 +326,7 @@ def _backward_op(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
     gradients = launch_token_gradients(workspace, layout, [dy, *tensors], options)
     if save != "all":
         return gradients
-    # The rows are an input with save "all", and an operator must not return one of its inputs.
+    # With save "all" the rows are an input, which an operator must not return: return an empty one.
     return gradients._replace(rows_RD=dy.new_empty(0, dy.shape[1]))
 
 

@@ -40,7 +40,7 @@ from halley.fused.replay import PlanSize, Results, release
 from halley.ops.kernels.launch import note_call
 
 
-# Activations that forward saves for backward; "none" is a forward without backward.
+# Which activations forward saves for backward; "none" is a forward without backward.
 SaveOrNone: TypeAlias = Save | Literal["none"]
 
 
@@ -81,9 +81,9 @@ class LayerResult(NamedTuple):
 
 
 def run_forward(workspaces: Workspaces, call: LayerCall, *, part: int = 0) -> LayerResult:
-    """Run the forward pass of a fused layer; a collective. A failed wait is a RuntimeError.
+    """Run a layer's forward pass, a collective; return its output and the tensors for backward.
 
-    ``part`` is the number of the layer part, for a layer whose tokens run in several calls.
+    ``part`` is the layer part's number. This or a later pass raises a failed wait of a kernel.
     """
     workspace = workspaces.find(call.x_TD, call.topk_idx_TK, call.up_LGD)
     while True:
@@ -101,7 +101,7 @@ def run_forward(workspaces: Workspaces, call: LayerCall, *, part: int = 0) -> La
     if size.num_rows > len(workspace.rows_RD):
         workspace.grow_rows(size.num_rows)
     copies_fit = call.save != "inputs" or size.num_copies <= predicted.num_copies
-    # With too small predicted sizes, or before the first plan, the GEMM kernels did nothing.
+    # With too small predicted sizes the GEMM kernels did nothing; before a first plan none ran.
     if not (results and copies_fit and size.num_rows <= predicted.num_rows):
         del results  # frees memory for the tensors that replace them
         results = _launch_gemms(workspace, call, plan, size)
@@ -115,7 +115,7 @@ def run_forward(workspaces: Workspaces, call: LayerCall, *, part: int = 0) -> La
 
 
 def _launch_all(workspace: Workspace, call: LayerCall, size: PlanSize) -> list[Any]:
-    """Launch or replay all kernels of forward; return plan, then results of ``_launch_gemms``."""
+    """Launch or replay forward; return the plan, then results of ``_launch_gemms`` if it ran."""
     inputs = [call.x_TD, call.topk_idx_TK, call.topk_weights_TK, call.up_LGD, call.down_LDF]
     key = (
         "forward", call.gated, call.fused, call.save, size.num_rows, size.num_copies,
@@ -196,7 +196,7 @@ class BackwardOptions(NamedTuple):
 
 
 class TokenGradients(NamedTuple):
-    """Results of a backward pass without weight gradients; R is as in ``LayerResult``."""
+    """Gradients of tokens and routing weights, and operands of the weight-gradient GEMMs."""
 
     dx_TD: torch.Tensor  # of this rank's tokens
     dweights_TK: torch.Tensor  # of their routing weights, float32
@@ -208,7 +208,7 @@ class TokenGradients(NamedTuple):
 
 @final
 class MainGrads:
-    """The buffers ``main_grad`` of a layer's two projections, to which Megatron adds gradients.
+    """Megatron's buffers ``main_grad``, if any, to which two projections' gradients are added.
 
     It keeps no weight alive that has no such buffer.
 
@@ -224,11 +224,11 @@ class MainGrads:
         ]
 
     def buffers(self) -> list[torch.Tensor | None]:
-        """Return the ``main_grad`` buffer of each projection, or None."""
+        """Return, for up and down projection, the ``main_grad`` buffer or None."""
         return [getattr(weight, "main_grad", None) for weight in self._weights]
 
     def mark_added(self, needed: tuple[bool, bool]) -> None:
-        """Set the flag ``grad_added_to_main_grad`` of projections with a buffer and a gradient."""
+        """Set ``grad_added_to_main_grad`` of each needed projection that has a ``main_grad``."""
         for weight, is_needed in zip(self._weights, needed, strict=True):
             if weight is not None and is_needed:
                 weight.grad_added_to_main_grad = True
@@ -241,7 +241,7 @@ def run_backward(
     options: BackwardOptions,
     main_grads: Sequence[torch.Tensor | None],
 ) -> Results:
-    """Run the backward pass of a fused layer; a collective. A failed wait is a RuntimeError.
+    """Run a layer's backward, a collective; return gradients of tokens, routing and projections.
 
     Args:
         inputs: gradient of the output; saved rows (with save "recompute", the tokens), plan and
@@ -251,8 +251,9 @@ def run_backward(
         main_grads: for each projection, the buffer to which its gradient is added, or None.
 
     Returns:
-        Gradients of tokens, of routing weights in float32, and of both projections. None for a
-        projection that needs no gradient or has a ``main_grad``.
+        Gradients of tokens and routing weights (float32); without ``keeps_operands`` also of both
+        projections, None for one that needs no gradient or has a ``main_grad``. This or a later
+        pass raises a failed wait of a kernel.
     """
     workspace, layout = workspaces.find_plan(plan_id)
     inputs += [buffer for buffer in main_grads if buffer is not None]
@@ -279,7 +280,7 @@ def launch_backward(
     options: BackwardOptions,
     main_grads: Sequence[torch.Tensor | None],
 ) -> Results:
-    """Launch all kernels of a backward pass; arguments and results as in ``run_backward``."""
+    """Launch all kernels of a backward pass; return the same results as ``run_backward``."""
     dx_TD, dweights_TK, dpre_RG, weighted_RF, dy_RD, rows_RD = launch_token_gradients(
         workspace, layout, inputs, options
     )
@@ -299,7 +300,7 @@ def launch_backward(
 def launch_token_gradients(
     workspace: Workspace, layout: Layout, inputs: list[Any], options: BackwardOptions
 ) -> TokenGradients:
-    """Launch the kernels of a backward pass except the weight-gradient GEMMs."""
+    """Launch a backward pass except the weight-gradient GEMMs; return gradients and operands."""
     dy_TD, plan, pre_RG = inputs[_DY], inputs[_PLAN], inputs[_PRE]
     down_LDF, up_LGD, topk_idx_TK = inputs[_DOWN], inputs[_UP], inputs[_IDX]
     context = workspace.context(layout)

@@ -59,9 +59,9 @@ class PlanSizes:
         self.by_layer: Any = WeakIdKeyDictionary()  # torch gives its methods no types
 
     def predict(self, up_LGD: torch.Tensor, *, part: int = 0) -> PlanSize:
-        """Return the size of the layer's last plan, or of any layer's, plus a margin of 1/64.
+        """Predict a plan's size: the last of this layer part, else of any, 1/64 more, rounded up.
 
-        Before the first plan it is 0 rows. So the host launches a pass before it can read the plan.
+        Before the first plan it is 0 rows; with ``max_load`` it is always the size ``fixed``.
         """
         if self.fixed is not None:
             return self.fixed
@@ -89,12 +89,12 @@ class PlanSizes:
 
 
 def rows_with_margin(num_rows: int, *, multiple: int) -> int:
-    """Predict the rows of the dispatch plan after one of ``num_rows``: 1/64 more, rounded up."""
+    """Predict the number of rows of the plan after one of ``num_rows``: 1/64 more, rounded up."""
     return round_up_rows(num_rows + num_rows // _STEPS, multiple=multiple)
 
 
 def round_up_rows(num_rows: int, *, multiple: int) -> int:
-    """Round a row count up to a multiple, in steps of at most 1/64 of the count."""
+    """Round a row count up to a multiple, in steps of one multiple or at most 1/64 of the count."""
     num_tiles = -(-num_rows // multiple)
     step = 1 << max(0, (num_tiles // _STEPS).bit_length() - 1)
     return -(-num_tiles // step) * step * multiple
@@ -111,11 +111,11 @@ class LaunchCache:
         self._recordings: dict[tuple[object, ...], Recording] = {}
 
     def clear(self) -> None:
-        """Delete all recorded launches, because buffers of the workspace have moved."""
+        """Delete all recorded launches; called when buffers of the workspace have moved."""
         self._recordings.clear()
 
     def find(self, key: tuple[object, ...], inputs: Sequence[torch.Tensor]) -> "Recording | None":
-        """Return the recorded launches for a key; None if none fit or an input is not aligned."""
+        """Return the recording for a key, or None if there is none or it cannot be replayed now."""
         if INTERPRETED or only_compiles() or not all(map(is_aligned, inputs)):
             return None
         return self._recordings.get(key)
@@ -127,7 +127,7 @@ class LaunchCache:
         inputs: Sequence[torch.Tensor],
         persistent: Iterable[torch.Tensor],
     ) -> Generator[list[torch.Tensor | None], None, None]:
-        """Record the launches in the ``with`` block, which appends its output tensors to a list.
+        """Record the launches of the ``with`` block, which appends its outputs to the yielded list.
 
         A recording finds tensors by their addresses. So nothing is recorded for inputs that a
         launcher must copy, or that share memory; nor in the interpreter, which has no launches.
@@ -139,7 +139,7 @@ class LaunchCache:
         if not (is_recorded and all(map(is_aligned, inputs)) and not share_memory(inputs)):
             yield outputs
             return
-        # The copy keeps inputs that the pass releases: their memory must not be allocated again
+        # The new list keeps inputs that the pass releases: their memory must not be reallocated
         # before all addresses are recorded.
         inputs, steps = list(inputs), []
         set_recording(steps)
@@ -192,15 +192,15 @@ class _LaunchStep:
     prepared: PreparedLaunch  # its parameters
     allocations: list[_Allocation] = field(default_factory=list)  # used by no earlier launch
     frees: list[int] = field(default_factory=list)  # slots of tensors that nothing uses later
-    # For each pointer: parameter number, slot of the tensor, offset in bytes.
+    # For each pointer: number of the parameter, slot of the tensor, byte offset in the tensor.
     addresses: list[tuple[int, int, int]] = field(default_factory=list)
-    # For each TMA map: parameter number, slot, offset, then index and descriptor of the argument.
+    # For each TMA map: these three, then the number of the kernel argument and its descriptor.
     maps: list[tuple[int, int, int, int, TensorDescriptor]] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     current: list[int] = field(default_factory=list)  # addresses of ``slots`` in the last replay
 
     def move(self, addresses: Sequence[int]) -> None:
-        """Set the launch parameters that are addresses, from the address of each tensor slot."""
+        """Set the launch's pointers and TMA maps to new addresses, given for each tensor slot."""
         for place, slot, offset in self.addresses:
             self.prepared.set_address(place, addresses[slot] + offset)
         for place, slot, offset, index, desc in self.maps:
@@ -240,7 +240,7 @@ class Recording:
         self._no_addresses = [0] * (len(self._slots) - self._num_inputs)
 
     def replay(self, inputs: list[Any]) -> list[torch.Tensor | None]:
-        """Launch the recorded kernels on other input tensors; return the output tensors.
+        """Launch the recorded kernels on other inputs; return new output tensors, None as recorded.
 
         Where the pass released an input, its entry in ``inputs`` becomes None.
         """
@@ -308,7 +308,7 @@ class Recording:
         return step
 
     def _find_frees(self) -> None:
-        """Find the launch after which the memory of each temporary tensor can be freed.
+        """Set ``frees`` of each launch: the temporary tensors whose memory can be freed after it.
 
         An overlapping launch runs beside the previous one, so that launch's tensors stay in use.
         """

@@ -1,4 +1,4 @@
-"""Launch interpreted kernels: under a scheduler their programs run concurrently, else in order.
+"""Launch interpreted kernels: programs run concurrently under a scheduler, else one by one.
 
 Unlike in Triton's own interpreted launch, arguments must be on the CPU and are used in place,
 exceptions reach the caller unchanged, and numpy's floating-point warnings are off, since GPUs have
@@ -26,7 +26,7 @@ from halley.interpreter.scheduler import current_scheduler, switch_point
 _Index = tuple[int, ...]  # ids of a program along the axes of its grid
 _Launch = tuple[Callable[[_Index], None], list[_Index]]  # function, and programs that it runs
 
-# Memory accesses of the interpreter: name in messages, positions of the pointer and of the mask.
+# Methods that access memory: name in messages, argument positions of pointer and mask, or None.
 _ACCESSES: dict[str, tuple[str, int, int | None]] = {
     "create_masked_load": ("load", 0, 1),
     "create_masked_store": ("store", 0, 2),
@@ -45,7 +45,7 @@ def install() -> None:
     methods: list[tuple[type, str, object]] = [
         # Triton 3.6 converts an array of one element with int(), which numpy 2.4 refuses.
         (tl.tensor, "__index__", lambda self: int(self.handle.data.item())),
-        # Triton's own version patches ``triton.language`` in each call.
+        # Triton's own version patches ``triton.language`` in each call, which takes time.
         (InterpretedFunction, "__call__", lambda self, *args, **kw: self.rewrite()(*args, **kw)),
         (GridExecutor, "__call__", _launch),
         (InterpreterBuilder, "grid_dim", property(lambda self: _GRID.get())),
@@ -57,7 +57,7 @@ def install() -> None:
         original = getattr(InterpreterBuilder, name)
         setattr(InterpreterBuilder, name, _checked(original, kind, pointer=pointer, mask=mask))
     builder = interpreter.interpreter_builder
-    # Checks of int32 overflow take half of the time, and report only with TRITON_DEBUG=1.
+    # int32 overflow checks take half of the time, so only TRITON_DEBUG=1 enables them.
     debug = bool(knobs.runtime.debug)
     builder.options = dataclasses.replace(builder.options, debug=debug, sanitize_overflow=debug)
 
@@ -65,10 +65,10 @@ def install() -> None:
 def _checked(
     original: Callable[..., Any], kind: str, *, pointer: int, mask: int | None
 ) -> Callable[..., Any]:
-    """Wrap a memory access: check addresses before it; switch threads if it can poll a flag."""
+    """Wrap a memory access: check addresses; after an atomic or volatile load, switch threads."""
 
     def access(self: InterpreterBuilder, *args: Any, **kwargs: Any) -> Any:
-        # Tensor descriptors pass the arguments after the mask by keyword.
+        # Tensor descriptors pass arguments after the mask, such as ``is_volatile``, by keyword.
         ALLOWED.get().check(kind, args[pointer], None if mask is None else args[mask])
         result = original(self, *args, **kwargs)
         if kind != "store" and (kind != "load" or kwargs.get("is_volatile", args[-1])):
@@ -81,7 +81,7 @@ def _checked(
 def _launch(
     self: GridExecutor, *args: Any, beside: Sequence[tuple[Any, Any, Any]] = (), **kwargs: Any
 ) -> None:
-    """Launch a kernel, and the kernels of ``beside`` with their grids and arguments.
+    """Run the programs of a kernel and of ``beside``: kernels with their grids and arguments.
 
     Each launch begins when all programs of the launches before it have begun. Without a scheduler,
     the launches run one after another.
@@ -95,13 +95,13 @@ def _launch(
         scheduler.run_launches(launches)
         return
     for run_program, programs in launches:
-        context = contextvars.copy_context()  # so that the caller's variables do not change
+        context = contextvars.copy_context()  # so that the caller's context variables stay
         for program in programs:
             context.run(run_program, program)
 
 
 def _prepare(executor: GridExecutor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Launch:
-    # Other keywords, such as num_warps, are options of Triton's compiler.
+    # Other keywords, such as num_warps, are options of Triton's compiler and are ignored.
     kwargs = {name: value for name, value in kwargs.items() if name in executor.arg_names}
     arguments = inspect.getcallargs(executor.fn, *args, **kwargs)
     allowed = Allowed(executor.fn.__name__, arguments.values())

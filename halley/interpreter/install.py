@@ -73,7 +73,7 @@ def _probe_kernel(a_MM, dot_MM, sum_MM, less_N, count, num_less, M: tl.constexpr
 
 
 def _find_wrong_values() -> list[str]:
-    """Run a small kernel; return the operations whose results differ from values by hand."""
+    """Run a small kernel; return the names of the operations with wrong results."""
     a_MM = torch.tensor([[1.0, 3.0], [-2.0, 0.5]], dtype=torch.bfloat16)
     dot_MM, sum_MM = torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bfloat16)
     less_N = torch.full((3,), -1, dtype=torch.int32)
@@ -82,7 +82,7 @@ def _find_wrong_values() -> list[str]:
     _probe_kernel[(2,)](*tensors, 3, M=2)  # pyright: ignore[reportArgumentType]
     found = {
         "bfloat16 dot": dot_MM.tolist() == [[-5.0, 4.5], [-3.0, -5.75]],
-        # These sums are a tie rounded up to even, a value above the middle, a tie rounded down.
+        # Sums: a tie rounded up, a value above the middle, a tie rounded towards 0, an exact value.
         "rounding to bfloat16": sum_MM.tolist() == [[1.015625, 3.015625], [-1.984375, 0.51171875]],
         "bfloat16 comparison": less_N.tolist() == [0, 0, 1],
         "atomic addition": count.tolist() == [3],
@@ -113,7 +113,7 @@ def _create_inline_asm(
             now_ns = scheduler.num_switches * _SWITCH_NS
         results = [_full(type_, now_ns) for type_ in types]
     elif "st.release.sys" in text:
-        # An atomic exchange, at which the addresses are checked and the scheduler may switch.
+        # Run as an atomic exchange, which checks the addresses and lets the scheduler switch.
         address, value = values
         ptr = TensorHandle(address.data.astype(np.uint64), tl.pointer_type(value.dtype.scalar))
         mask = TensorHandle(np.ones_like(value.data, dtype=bool), tl.int1)
@@ -132,7 +132,7 @@ def _full(type_: tl.dtype, value: int) -> TensorHandle:
 
 
 def cache_types() -> None:
-    """Cache what Triton's interpreter computes from each type, as it does so for each value."""
+    """Make the interpreter compute dtype, shape and size once per Triton type, not per value."""
     language: Any = core  # private names of Triton
     runtime: Any = interpreter
     unwrap_of_triton, np_dtype_of_triton = language._unwrap_if_constexpr, runtime._get_np_dtype

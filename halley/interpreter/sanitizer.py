@@ -25,7 +25,7 @@ _Mask = TensorHandle | npt.NDArray[np.bool_] | None
 
 @final
 class Allowed:
-    """The memory that one kernel launch may access: its arguments, and registered memory.
+    """The address ranges that one kernel launch may access: its arguments and registered memory.
 
     ``arguments`` are CPU tensors, tensor descriptors of such tensors, or numbers.
     """
@@ -37,19 +37,19 @@ class Allowed:
             _add_spans(argument, spans)
         spans.sort()
         self._starts = [start for start, _ in spans]
-        # Spans may overlap: an address is inside if any span that starts before it ends after it.
+        # Spans may overlap, so each end becomes the largest end of this and all earlier spans.
         ends = np.array([end for _, end in spans], np.uint64)
         self._ends = np.maximum.accumulate(ends) if spans else ends
 
     def check(self, access: str, pointers: TensorHandle, mask: _Mask = None) -> None:
-        """Raise an IndexError if an unmasked element of an access is outside of this memory."""
+        """Raise an IndexError if an unmasked element of an access is outside of these ranges."""
         addresses = pointers.data
         if mask is not None:
             addresses = addresses[mask.data if isinstance(mask, TensorHandle) else mask]
         if addresses.size == 0:
             return
         num_bytes = interpreter._get_np_dtype(pointers.get_element_ty()).itemsize
-        # Fast path: most accesses are inside of one span from their first to their last address.
+        # Fast path: if one span contains the lowest and the highest address, it contains them all.
         index = bisect_right(self._starts, int(addresses.min())) - 1
         if index >= 0 and int(addresses.max()) + num_bytes <= int(self._ends[index]):
             return
@@ -72,7 +72,7 @@ ALLOWED: ContextVar[Allowed] = ContextVar("allowed")
 
 
 def _add_spans(argument: object, spans: list[tuple[int, int]]) -> None:
-    """Append start and end of the memory of each tensor in ``argument``."""
+    """Append to ``spans`` start and end address of a tensor or of the tensor of a descriptor."""
     argument = interpreter._unwrap_tensor(argument)
     if isinstance(argument, TensorDescriptor):
         _add_spans(argument.base, spans)

@@ -46,7 +46,7 @@ _TASK: ContextVar[_Task | None] = ContextVar("task", default=None)
 
 
 def switch_point() -> None:
-    """Let the scheduler run another thread; without a scheduler, yield to another process."""
+    """Let the scheduler switch threads; without a scheduler, yield the CPU to another process."""
     task = _TASK.get()
     if task is None:
         os.sched_yield()  # not time.sleep(0), which takes 50 us and would double the time of a poll
@@ -90,11 +90,11 @@ class Scheduler:
 
     @property
     def num_switches(self) -> int:
-        """Number of switches of the last ``run_ranks``."""
+        """Number of switches in the last ``run_ranks``, also those to the running thread."""
         return len(self.trace)
 
     def run_ranks(self, num_ranks: int, fn: Callable[[int], T]) -> list[T]:
-        """Call a function of the rank in one thread for each rank; return the results by rank.
+        """Call ``fn(rank)`` in one thread for each rank; return the results by rank.
 
         The error of the first rank that failed is raised, with a note that names rank and seed. All
         other ranks have ended by then.
@@ -115,7 +115,7 @@ class Scheduler:
         return [results[rank] for rank in range(num_ranks)]
 
     def run_launches(self, launches: Sequence[tuple[Callable[[Any], None], Sequence[Any]]]) -> None:
-        """Run the programs of kernel launches, from the thread of a rank, until all have ended.
+        """Run all programs of kernel launches to their end; called in the thread of a rank.
 
         A launch is a function and the programs that it is called with. It begins when all programs
         of the launch before it have begun, and runs at most ``resident`` programs at a time.
@@ -195,7 +195,7 @@ class Scheduler:
     def _start(
         self, name: str, body: Callable[[], None], *, on_end: Callable[[], None] | None = None
     ) -> threading.Thread:
-        """Start a thread that sleeps until it is picked."""
+        """Start and return a thread that sleeps until it is picked and then runs ``body``."""
         task = _Task(self, index=self._num_tasks, name=name)
         self._num_tasks += 1
         self._runnable.append(task)
@@ -217,13 +217,13 @@ class Scheduler:
             if self._runnable or self._at_barrier:
                 self._next().wake()
 
-        # Threads are daemons, because after Ctrl-C no thread wakes them any more.
+        # Daemon threads, because nothing wakes them after Ctrl-C and Python must still exit.
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         return thread
 
     def _fail(self, error: BaseException) -> None:
-        """Store the first error; wake the ranks at the barrier, so that they end too."""
+        """Keep the first error; make the ranks at the barrier runnable, so that they end too."""
         if self._error is None:
             self._error = error
         self._runnable += self._at_barrier
@@ -250,7 +250,7 @@ class Scheduler:
         return self._pick()
 
     def _pick(self) -> _Task:
-        """Pick a thread at random; with probability ``starve`` it pauses, and another is picked."""
+        """Return a random runnable thread; each pick pauses instead with probability ``starve``."""
         while True:
             awake = self._runnable
             if self.starve:

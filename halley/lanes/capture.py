@@ -36,7 +36,7 @@ class StepGraphs:
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """The graphs of a loss function and the input values of one call of it."""
+    """The graphs of a loss function, and the values of the inputs of forward in one call of it."""
 
     graphs: StepGraphs
     values: tuple[Any, ...]
@@ -44,7 +44,7 @@ class Arguments:
 
 @final
 class Capture:
-    """Trace a loss function, and collect the arguments of its calls without running it.
+    """Traces a loss function; returns its graphs and the arguments of a call, but computes no loss.
 
     Dynamo checks its guards at each call. So a new shape or a changed flag gives new graphs. If
     ``inner`` is "inductor", the graphs have Inductor's decompositions.
@@ -58,15 +58,15 @@ class Capture:
         )
 
     def collect(self, *microbatch: torch.Tensor) -> Arguments:
-        """Return the graphs and input values for a microbatch; trace if the shapes are new.
+        """Return the graphs and input values for a microbatch; trace if no earlier trace is valid.
 
         Raises:
             torch._dynamo.exc.Unsupported: the function has a graph break.
             ValueError: the function returns no scalar loss, writes to its inputs or buffers, or has
                 parameters that are tensor subclasses.
         """
-        # The splits of all-to-alls are numbers that the graph reads from tensors. Without this
-        # flag, Dynamo breaks the graph at each read.
+        # The splits of all-to-alls are numbers that the graph reads from tensors. Without
+        # ``capture_scalar_outputs``, Dynamo breaks the graph at each read.
         try:
             with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.enable_grad():
                 self._call(*microbatch)
@@ -77,10 +77,10 @@ class Capture:
         return self._arguments.pop()
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Trace the graphs of a Dynamo graph; return a function that stores its arguments.
+        """Trace the graphs of a Dynamo graph; return a function that only records its arguments.
 
         ``torch.compile`` calls this backend for each new shape, and the returned function in each
-        call. The function computes no loss: ``collect`` returns the stored arguments.
+        call. The function computes no loss: ``collect`` returns the recorded arguments.
         """
         graphs = _trace(gm, example_inputs, inner=self._inner)
 
@@ -94,12 +94,12 @@ class Capture:
 
 
 def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: Inner) -> StepGraphs:
-    """Split a graph that Dynamo traced into its forward and its backward graph."""
+    """Return the forward and the backward graph that aot_autograd makes of a Dynamo graph."""
     num_inputs = len(example_inputs)
     found: list[StepGraphs] = []
 
     def split(joint: fx.GraphModule, *args: Any, num_fwd_outputs: int, **kwargs: Any) -> Any:
-        # Changed before the split, so that a saved value has one name in forward and backward.
+        # Remove waits before the split, so that a saved value has one name in forward and backward.
         remove_repeated_waits(joint.graph)
         forward, backward = min_cut_rematerialization_partition(
             joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs
@@ -136,8 +136,8 @@ def _run_nothing(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[
 def _copy(graph: fx.Graph) -> fx.Graph:
     """Return a copy of a graph whose nodes keep their names.
 
-    A result that is an input, as the gradient of the loss may be, is cloned: then each result is a
-    value that a node computes.
+    If the gradient of the loss, an input, is also a result, the copy returns a clone of it: then a
+    node computes each gradient.
     """
     copy = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}

@@ -1,4 +1,4 @@
-"""Cut the graphs of a microbatch at collectives and host reads, into items of code of their own.
+"""Cut the graphs of a microbatch at collectives and host reads into items, each an ``fx.Graph``.
 
 Microbatches that run side by side interleave their items. An item has inputs and outputs by name.
 The example has one MoE layer:
@@ -26,10 +26,10 @@ Kind = Literal["segment", "unit", "host", "start", "wait"]
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One piece of the forward or backward pass of a microbatch, with code of its own.
+    """A schedulable ``fx.Graph`` of a microbatch: computation, host read, collective start or wait.
 
     Attributes:
-        kind: "segment" computes. "unit" computes weight gradients that no other segment needs soon.
+        kind: "segment" computes. "unit" computes weight gradients that no collective depends on.
             "start" and "wait" belong to a collective. "host" reads numbers from tensors and
             computes sizes from them.
         code: the operators, with the module that has their attributes as ``owning_module``. None in
@@ -76,7 +76,7 @@ def cut_step(graphs: StepGraphs) -> tuple[Item, ...]:
 
 
 def _cut(graph: fx.Graph) -> tuple[list[_Draft], set[fx.Node]]:
-    """Divide the nodes of a graph into items; return them, and nodes that each item shall copy.
+    """Divide a graph's nodes into drafts of items; return these, and nodes that their readers copy.
 
     A view joins the segment of its source, and a size the host item of its sources. In the order of
     the graph they may be anywhere, and would make segments need each other.
@@ -123,11 +123,11 @@ def _is_host(node: fx.Node, sources: list[_Draft]) -> bool:
 
 
 def _is_shared(node: fx.Node, shared: set[fx.Node]) -> bool:
-    """Return whether a node is a constant, or a view of a parameter, a saved value or the batch.
+    """Return whether items copy a node: it reads no other node, or is a view of graph inputs.
 
-    Each item has its own copy of such a node. Tracing shares the node between layers, so of two
+    Each item that reads such a node copies it. Tracing shares the node between layers, so of two
     equal layers only one would have a segment that makes the view, and their code would differ. A
-    view of the loss's gradient is not copied.
+    random node and a view of the loss's gradient are not copied.
     """
     sources = node.all_input_nodes
     if not sources:
@@ -139,7 +139,7 @@ def _is_shared(node: fx.Node, shared: set[fx.Node]) -> bool:
 
 
 def _split_units(drafts: list[_Draft], shared: set[fx.Node]) -> list[_Draft]:
-    """Split weight-gradient GEMMs off from the segments of a backward graph, as units.
+    """Move weight-gradient GEMMs out of the segments of backward into units; return all drafts.
 
     A node may move into a unit if only outputs of the graph and other such nodes read it. Connected
     nodes of a segment are one unit, if a GEMM is among them: other nodes are cheaper in the kernels
@@ -169,7 +169,7 @@ def _split_units(drafts: list[_Draft], shared: set[fx.Node]) -> list[_Draft]:
 
 
 def _connected(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
-    """Return the connected components of nodes, each in the order of the nodes."""
+    """Return the connected components of nodes, each in an order in which its nodes can run."""
     groups: list[list[fx.Node]] = []
     for node in nodes:
         joined = [group for group in groups if not set(group).isdisjoint(node.all_input_nodes)]
@@ -228,7 +228,7 @@ def _finish(
 def _extract(
     module: fx.GraphModule, inputs: list[fx.Node], body: list[fx.Node], results: list[fx.Node]
 ) -> fx.Graph:
-    """Copy some nodes of a module's graph into a new graph that returns a tuple of results."""
+    """Return a new graph: ``inputs`` are placeholders, ``body`` is copied, ``results`` returned."""
     graph = fx.Graph(owning_module=module)
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -241,5 +241,5 @@ def _extract(
 
 
 def _name(node: fx.Node, prefix: str) -> str:
-    """Return the name of a node's value; one that forward saves has one name in both graphs."""
+    """Return the name of a node's value; a value that forward saves has "f:" in both graphs."""
     return ("f:" if node.op == "placeholder" else prefix) + node.name

@@ -23,7 +23,7 @@ class Exchange:
     """
 
     def start(self, call: Call, values: list[Any]) -> Sequence[Any]:
-        """Start a collective by ``call``; return its result, a tensor, before the collective ends.
+        """Start a collective by ``call``; return its result, a tensor to read after ``wait`` only.
 
         Args:
             values: rows and, if they differ between ranks, the numbers of rows of each rank.
@@ -31,15 +31,15 @@ class Exchange:
         return call(values)
 
     def wait(self, call: Call, values: list[Any]) -> Sequence[Any]:
-        """Wait by ``call`` for the collective whose result of ``start`` is in ``values``."""
+        """Wait by ``call`` for the collective whose result is in ``values``; return that result."""
         return call(values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Action:
-    """An item of one microbatch, compiled, with its place in the order of a step."""
+    """An item of one microbatch in an order: its function, and which values later items read."""
 
-    name: str  # of the span that the item records; that of a wait ends in ".wait"
+    name: str  # of the span that the item records: microbatch, index and kind, as "0.3.wait"
     stream: str
     microbatch: int
     item: Item
@@ -87,8 +87,8 @@ class Executor:
             is_read = tuple((microbatch, name) in read_later for name in item.outputs)
             last_reads = tuple((microbatch, name) not in read_later for name in item.inputs)
             read_later |= {(microbatch, name) for name in item.inputs}
-            # CUDA graphs of segments with static shapes would be captured here, one for each
-            # microbatch and item, because a CUDA graph has the addresses of its tensors.
+            # CUDA graphs are not used. Segments of static shapes could be captured here, one graph
+            # for each microbatch and item, because a CUDA graph has the addresses of its tensors.
             actions.append(
                 _Action(
                     name=f"{microbatch}.{index}.{item.kind}",
@@ -109,7 +109,7 @@ class Executor:
         *,
         recorder: Recorder,
     ) -> list[torch.Tensor]:
-        """Run all microbatches of a step; add up the gradients; return the losses.
+        """Run all microbatches; give gradients to ``.grad`` or hooks; return the losses of all.
 
         Args:
             inputs: inputs of forward and the gradient of the loss of each microbatch, by name.
@@ -118,7 +118,7 @@ class Executor:
         values = [{**each} for each in inputs]
         gradients = _Gradients(parameters)
         # Operators skip the autograd key, whose Python code for collectives takes time of the host.
-        # The graphs contain the casts of autocast already.
+        # Autocast is off, because the graphs contain its casts already.
         with (
             torch.no_grad(),
             torch._C._AutoDispatchBelowAutograd(),  # pyright: ignore[reportPrivateUsage]
@@ -135,7 +135,7 @@ def one_after_another(items: Sequence[Item], *, num_microbatches: int) -> list[t
 
 
 def check_order(items: Sequence[Item], order: Order) -> None:
-    """Raise a ``RuntimeError`` unless an order has each item once, after the items it needs."""
+    """Raise a ``RuntimeError`` unless each microbatch has each item once, after those it needs."""
     num_microbatches = len({microbatch for microbatch, _ in order})
     if sorted(order) != one_after_another(items, num_microbatches=num_microbatches):
         raise RuntimeError("an order must have each item of each microbatch once")
@@ -150,7 +150,7 @@ def _run(
     action: _Action, values: dict[str, Any], gradients: "_Gradients", recorder: Recorder
 ) -> None:
     item = action.item
-    # A value leaves the dictionary with its last reader, so that code can free it after its use.
+    # Pop a value from the dictionary for its last reader, whose code can then free the memory.
     args = [
         values.pop(name) if is_last else values[name]
         for name, is_last in zip(item.inputs, action.last_reads, strict=True)
@@ -169,7 +169,7 @@ def _run(
 @final
 @dataclass(eq=False)
 class _Gradients:
-    """Adds gradients to parameters in the order of microbatches, in whatever order they are ready.
+    """Gives gradients to parameters in the order of microbatches, in whatever order they are ready.
 
     So the sums are equal bit for bit to those of one microbatch after another.
     """
@@ -192,7 +192,7 @@ def _give(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     if hook := find_gradient_hook(parameter):
         hook(gradient)
     elif parameter.grad is None:
-        # A copy, because the gradients of two parameters may be one tensor.
+        # Copy the gradient, because the gradients of two parameters may be one tensor.
         parameter.grad = torch.empty_like(parameter).copy_(gradient)
     else:
         parameter.grad += gradient

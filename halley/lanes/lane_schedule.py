@@ -21,7 +21,7 @@ from halley.lanes.cut import Item
 from halley.lanes.executor import Order, span_item
 
 
-_MAX_EXCESS = 2.0  # of the longest unit in a wait, over the rest of the wait (Lancet, section 4)
+_MAX_EXCESS = 2.0  # longest unit to run in a wait, over the rest of the wait (Lancet, section 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ def plan_lanes(
     num_microbatches: int,
     max_lanes: int,
 ) -> LanePlan:
-    """Simulate several orders of the items of a step, and return the fastest one.
+    """Simulate several orders of the items of a step, and return the plan with the fastest one.
 
     Args:
         items: of a microbatch.
@@ -93,10 +93,10 @@ def schedules(
 def measured_durations(
     items: Sequence[Item], keys: Sequence[str], steps: Sequence[Sequence[Span]]
 ) -> list[float]:
-    """Return the microseconds of each item, measured while microbatches ran one after another.
+    """Return the microseconds of each item, from spans of microbatches that ran one after another.
 
-    Items of one hash, in ``keys``, get one duration, their median. The time of a collective is that
-    from its start to the end of its wait, the shortest of all microbatches and steps: longer times
+    Items of one hash, in ``keys``, get one duration, their median. A wait gets 0, and a start the
+    time from it to the end of its wait, the shortest of all microbatches and steps: longer times
     contain delays of other ranks.
     """
     times_us: dict[str, list[float]] = defaultdict(list)
@@ -137,7 +137,7 @@ def predict(items: Sequence[Item], durations_us: Sequence[float], order: Order) 
 @final
 @dataclass(eq=False)
 class _ListScheduler:
-    """Orders the items of a step by simulating when the rows of each collective arrive.
+    """Orders the items of all microbatches by simulating when the rows of each collective arrive.
 
     A microbatch runs up to its next wait for rows. Waits for counts are short and do not switch the
     lane: otherwise both lanes would wait for rows at the same time.
@@ -157,7 +157,7 @@ class _ListScheduler:
     clock_us: float = 0.0
     link_free_us: float = 0.0
     order: list[tuple[int, int]] = field(default_factory=list)
-    # When each collective ends, by microbatch and index of its start.
+    # When each started collective ends, by the microbatch and the index of its "start" item.
     arrival_us: dict[tuple[int, int], float] = field(default_factory=dict)
     units: list[tuple[int, int]] = field(default_factory=list)  # deferred units, oldest first
 
@@ -174,7 +174,7 @@ class _ListScheduler:
                 return self.order
 
     def _lanes(self) -> list[int]:
-        """Return the microbatches that may run their next item: the oldest and others after it."""
+        """Return the microbatches whose next item may run: at most ``num_lanes``, oldest first."""
         with_units = {microbatch for microbatch, _ in self.units}
         num_items = len(self.items)
         unfinished = [
@@ -190,9 +190,9 @@ class _ListScheduler:
         ]
 
     def _choose_unit(self, gap_us: float) -> tuple[int, int] | None:
-        """Return the longest deferred unit that ends within a wait of all lanes.
+        """Return the longest deferred unit that fits into ``gap_us``, else a near one, or None.
 
-        If none is that short, return the shortest if it exceeds the wait only a little.
+        All lanes wait in the gap. Near is the shortest unit, up to ``_MAX_EXCESS`` times the gap.
         """
         fitting = [each for each in self.units if self._unit_us(each) <= gap_us]
         if fitting:
@@ -211,7 +211,7 @@ class _ListScheduler:
         return min(ready, key=lambda lane: self.position[lane] + lane * self.lag)
 
     def _advance(self, lane: int) -> None:
-        """Issue the items of a microbatch up to its next wait for rows; defer its units."""
+        """Issue a microbatch's items up to its next wait for rows; defer units that may move."""
         first = self.position[lane]
         for index in range(first, len(self.items)):
             item = self.items[index]
@@ -225,7 +225,7 @@ class _ListScheduler:
             self.position[lane] = index + 1
 
     def _issue(self, lane: int, index: int) -> None:
-        """Issue an item after the deferred units that it needs, and advance the clock."""
+        """Append an item to the order, after deferred units that it needs; advance the clock."""
         item, duration_us = self.items[index], self.durations_us[index]
         for need in item.needs:
             if (lane, need) in self.units:

@@ -105,17 +105,17 @@ class LaneStep:
 
     @property
     def plan(self) -> LanePlan | None:
-        """The order of the last step; None while steps run one microbatch after another."""
+        """The plan of further steps with the graphs of the last one; None if there is none yet."""
         return None if self._last is None else self._last.plan
 
     @property
     def fallback(self) -> str:
-        """The reason why microbatches run one after another in every step, or "" if they do not."""
+        """The reason why microbatches run one after another in every step; "" if there is none."""
         return "" if self._last is None else self._last.fallback
 
     @property
     def num_items(self) -> tuple[int, int]:
-        """Number of items of a microbatch, and number of compiled items of all steps."""
+        """Number of items of a microbatch in the last step, and of distinct items in all steps."""
         return (0 if self._last is None else len(self._last.items)), len(self._compiler.calls)
 
     def __call__(self, *batch: torch.Tensor) -> torch.Tensor:
@@ -185,7 +185,7 @@ class _Program:
         )
 
     def run(self, calls: Sequence[Arguments]) -> torch.Tensor:
-        """Run one step; make the plan after the last measured step; return the losses."""
+        """Run one step; return the losses ``(k,)``; after the last measured step, make the plan."""
         inputs = [
             {**dict(zip(self._inputs, call.values, strict=True)), **self._tangents}
             for call in calls
@@ -211,7 +211,7 @@ class _Program:
         return Executor(self.items, self._calls, order, loss=self._loss, exchange=exchange)
 
     def _share_plan(self) -> LanePlan:
-        """Plan the order on rank 0 from its measured times; return the plan on all ranks."""
+        """Plan the order on rank 0 from rank 0's measured times; return the plan on all ranks."""
 
         def make() -> dict[str, Any]:
             plan = plan_lanes(

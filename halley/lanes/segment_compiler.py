@@ -1,4 +1,4 @@
-"""Compile the pieces of a training step; pieces of equal code and shapes share one compilation."""
+"""Compile the items of a training step; items of equal code and shapes share one compilation."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -19,17 +19,17 @@ from halley.lanes.capture import Inner
 from halley.lanes.cut import Item
 
 
-# The code of an item as a function: it may empty its list of arguments, and returns the results.
+# Function that runs an item's code: it may empty its list of arguments, and returns the results.
 Call = Callable[[list[Any]], Sequence[Any]]
 
 
 @final
 @dataclass(eq=False)
 class SegmentCompiler:
-    """Compiles the code of ``Item`` objects; equal code and shapes share the compiled function."""
+    """Makes functions of the code of ``Item`` objects, one for items of equal code and shapes."""
 
     inner: Inner  # "eager" runs the operators one by one; "inductor" compiles segments and units
-    calls: dict[str, Call] = field(default_factory=dict)  # the compiled functions by hash
+    calls: dict[str, Call] = field(default_factory=dict)  # the functions by hash of the code
 
     def compile(self, item: Item) -> tuple[str, Call]:
         """Return the hash of an item's code, and the function, compiled or eager, that runs it."""
@@ -40,14 +40,14 @@ class SegmentCompiler:
                 node.op == "call_function" and not is_view(node) for node in item.code.nodes
             )
             is_compiled = self.inner == "inductor" and computes
-            # Only for new items, because a graph module generates Python code, which takes time.
+            # Make a graph module only for new code: it generates Python code, which takes time.
             code = fx.GraphModule(item.code.owning_module or {}, item.code)
             self.calls[key] = (_compile if is_compiled else _run_eagerly)(code)
         return key, self.calls[key]
 
 
 def hash_code(kind: str, code: fx.Graph) -> str:
-    """Return a hash of an item's operators, arguments and input shapes, equal in all processes.
+    """Return a hash of an item's kind, code and input shapes and dtypes, equal in all processes.
 
     Nodes and sizes that depend on data are numbered in order of first use.
     """
@@ -71,7 +71,7 @@ def hash_code(kind: str, code: fx.Graph) -> str:
             args = describe(node.meta["val"])
         elif node.op == "get_attr":
             args = _describe_constant(getattr(code.owning_module, str(node.target)))
-        # The text of a Python function contains its address, which differs between processes.
+        # Use a Python function's name: its text has an address, which differs between processes.
         name = operator_name(node) and str(node.target)
         lines.append((node.op, name or getattr(node.target, "__name__", ""), args, kwargs))
     return hashlib.sha256("\n".join(map(str, lines)).encode()).hexdigest()
@@ -116,7 +116,7 @@ def _compile(code: fx.GraphModule) -> Call:
         return symbols[str(value)]
 
     inputs = [node.meta["val"] for node in code.graph.find_nodes(op="placeholder")]
-    # Constants of the code are real tensors.
+    # Constants of the code are real tensors, which the mode must allow beside fake ones.
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
     with mode, torch.no_grad():
         values = [make(value) for value in inputs]
@@ -127,7 +127,7 @@ def _compile(code: fx.GraphModule) -> Call:
     if environment.guards:
         raise RuntimeError(f"a segment is valid for some sizes only: {environment.guards}")
     output = traced.graph.output_node()
-    # Later items are compiled for the strides of the traced graph.
+    # Inductor must keep the strides of all results: later items are compiled for these strides.
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore
     with tracing(TracingContext(mode)):
         return compile_fx_inner(traced, values)  # type: ignore[return-value]

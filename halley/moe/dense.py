@@ -16,9 +16,9 @@ _T = TypeVar("_T")
 
 
 def compiled_on_gpu(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Compile a function of tensors for calls on a GPU, so that its operators become one kernel.
+    """Return a wrapper of a function: compiled if a positional argument is on a GPU, else eager.
 
-    On a CPU it runs eagerly. Inside a compiled model it becomes part of the model's graph.
+    Inductor fuses its operators. Inside a compiled model it becomes part of the model's graph.
     """
 
     @cache  # compile at the first call, because an import must not start the compiler
@@ -36,7 +36,7 @@ def compiled_on_gpu(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 class FeedForward(nn.Module):
-    """A dense feed-forward network: SwiGLU if gated, else GELU."""
+    """A dense feed-forward network without biases: SwiGLU if ``gated``, else GELU."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class FeedForward(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions."""
+    """Causal grouped-query attention with rotary positions and optional norms of q and k."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -76,9 +76,9 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (nn.RMSNorm(n, config.norm_eps, **place) for n in sizes)
 
     def forward(self, x_BSD: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-        """Return the attention output, ``(B, S, D)``; ``rotary`` is from ``rotary_table``."""
+        """Return the attention output, ``(B, S, D)``; ``rotary`` is the ``rotary_table`` of S."""
         q, k = self.q_proj(x_BSD), self.k_proj(x_BSD)
-        full = self.config.qk_norm == "full"  # one norm over all heads, else a norm for each head
+        full = self.config.qk_norm == "full"  # a norm over all heads, else of each head, or none
         if full:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = self._heads(q), self._heads(k), self._heads(self.v_proj(x_BSD))
@@ -94,7 +94,7 @@ class Attention(nn.Module):
 
 
 def rotary_table(config: ModelConfig, seq_len: int, *, device: torch.device | str) -> torch.Tensor:
-    """Return cosines and sines of each position, ``(2, S, head_dim)`` float32.
+    """Return the cosines, then the sines of rotary angles, ``(2, seq_len, head_dim)`` float32.
 
     Element i rotates with element i + head_dim / 2, as in Hugging Face's models. Source: RoFormer
     (arXiv:2104.09864).
@@ -108,7 +108,7 @@ def rotary_table(config: ModelConfig, seq_len: int, *, device: torch.device | st
 
 @compiled_on_gpu
 def rotate(x_BHSd: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-    """Rotate queries or keys ``(B, heads, S, head_dim)`` by their positions."""
+    """Return queries or keys ``(B, heads, S, head_dim)``, rotated by a ``rotary_table``."""
     cos, sin = rotary.to(x_BHSd.dtype)
     first, second = x_BHSd.chunk(2, dim=-1)
     return x_BHSd * cos + torch.cat([-second, first], dim=-1) * sin
@@ -116,6 +116,6 @@ def rotate(x_BHSd: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
 
 @compiled_on_gpu
 def next_token_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy of next-token logits in nats, a float32 scalar."""
-    # The compiled loss makes no float32 copy of the logits, the largest tensor of a step.
+    """Return the mean cross-entropy of logits and target tokens, in nats, a float32 scalar."""
+    # On a GPU, the compiled loss stores no float32 copy of the logits: ``float()`` is fused.
     return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten())

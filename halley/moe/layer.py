@@ -1,4 +1,4 @@
-"""The MoE layer: a router, routed experts that a strategy runs, and a shared expert."""
+"""The MoE layer: a router, routed experts that a strategy runs, and an optional shared expert."""
 
 import zlib
 from dataclasses import replace
@@ -27,10 +27,10 @@ _STD = 0.02
 
 @torch.no_grad()
 def init_parameters(model: nn.Module, *, seed: int) -> None:
-    """Initialize a model, or one layer: matrices normal with std 0.02, norms 1, biases 0.
+    """Initialize a model or a layer in place: matrices normal with std 0.02, norms 1, biases 0.
 
-    The values of a parameter depend on the seed, its name and, for an expert, its id. So they are
-    the same for every number of ranks, and equal on all ranks that hold a copy.
+    Values depend on the seed, the kind of device, the parameter's name and, for an expert, its id.
+    So they are the same for every number of ranks, and equal on all ranks that hold a copy.
     """
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -60,7 +60,7 @@ def _draw(shape: tuple[int, ...], name: str, *, seed: int, device: torch.device)
 
 
 class GroupedExperts(nn.Module):
-    """The stacked weights of this rank's experts, with the names and layout of Hugging Face.
+    """This rank's experts of one MoE layer: stacked weights, named and laid out as in Hugging Face.
 
     If ``tp_size`` ranks share each expert, a rank holds one shard of it: a slice of the
     intermediate size, see ``core.routing``.
@@ -68,7 +68,7 @@ class GroupedExperts(nn.Module):
     Attributes:
         expert_ids: expert id of each slice along the first dimension of the parameters.
         placement: the experts of each rank, or of each tensor-parallel group.
-        replicas: the experts of this rank that other ranks of the group also hold, or None.
+        replicas: sums gradients of experts that several ranks hold; None if there are none.
         sharded_dims: the dimension that is the intermediate size, by parameter name. Biases have
             none, because ranks cannot share experts with biases.
     """
@@ -125,19 +125,19 @@ class GroupedExperts(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Whether each rank holds a consecutive range of experts, in the order of the ranks."""
+        """Whether ranks hold consecutive ranges of experts, in order of rank, without replicas."""
         experts = [expert for held in self.placement.experts_WL for expert in held]
         return experts == list(range(self.placement.num_experts))
 
     def full_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of one expert's whole parameter, before it is cut into shards."""
+        """Return the shape of a parameter for one expert, before tensor parallelism shards it."""
         shape = list(self.get_parameter(name).shape[1:])
         if name in self.sharded_dims:
             shape[self.sharded_dims[name].dim] *= self.tp_size
         return tuple(shape)
 
     def local_shard(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Cut this rank's shard out of the full weight ``(..., *full_shape(name))`` of experts."""
+        """Return this rank's shard of the full weight ``(..., *full_shape(name))`` of experts."""
         if name not in self.sharded_dims:
             return weight
         dim = self.sharded_dims[name]
@@ -153,12 +153,12 @@ class GroupedExperts(nn.Module):
         return tensor if dim is None else dim.unstack(tensor)
 
     def without_replicas(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Select the experts of ``(L, ...)`` that no lower rank holds: each expert on one rank."""
+        """Return ``gradient[l]`` of the local experts l that no lower rank holds, stacked."""
         return gradient if self.replicas is None else gradient[self.replicas.first]
 
 
 def grouped_experts(model: nn.Module) -> dict[str, GroupedExperts]:
-    """Return the ``GroupedExperts`` module of each expert parameter of a model, by its name."""
+    """Return a dict from the name of each expert parameter of a model to its ``GroupedExperts``."""
     return {
         f"{prefix}.{name}" if prefix else name: module
         for prefix, module in model.named_modules()
@@ -168,19 +168,19 @@ def grouped_experts(model: nn.Module) -> dict[str, GroupedExperts]:
 
 
 class MoEOutput(NamedTuple):
-    """Result of the forward pass of an MoE layer."""
+    """Result of ``MoELayer.forward``: the output, the router loss, and the slots of each expert."""
 
-    y: torch.Tensor  # output, with the shape and dtype of the input
-    router_loss: torch.Tensor  # balance and z loss, a float32 scalar to add to the model's loss
-    counts_E: torch.Tensor  # slots that the router gave to each expert on this rank, int64
+    y: torch.Tensor  # output, with the shape of the input
+    router_loss: torch.Tensor  # weighted balance and z loss, a float32 scalar to add to the loss
+    counts_E: torch.Tensor  # slots of this rank's tokens per expert, dropped ones included, int64
 
 
 class MoELayer(nn.Module):
-    """An MoE layer for given process groups and a given strategy; ``halley.MoE`` makes its own.
+    """An MoE layer that takes its process groups and strategy; ``halley.MoE`` builds both itself.
 
     Args:
         strategy: runs the routed experts; built for ``groups.ep`` and ``groups.tp_size``.
-        groups: the ranks over which the experts are spread.
+        groups: the ranks over which the experts are spread; None for this process alone.
         dtype, device: dtype and device of the parameters, which the constructor does not
             initialize: call ``init_parameters`` or load a checkpoint.
         placement: the experts of each rank; None for consecutive ranges. Replicas of an expert
@@ -218,9 +218,9 @@ class MoELayer(nn.Module):
         run = {"groups": groups, "placement": placement, "recorder": recorder}
         self.experts = GroupedExperts(config, hidden_size, **run, **place)
         self.ep_rank = groups.ep_rank
-        # Tables that map an expert id to the replicas to which a token may be sent; None if each
-        # rank holds a consecutive range of experts. They follow from the placement, so they are
-        # not in checkpoints.
+        # Tables from expert id to the replicas to which this rank may send a token, and to their
+        # number; None if ``experts.is_plain``. The placement determines both, so they are not in
+        # checkpoints.
         self.choices_EC: torch.Tensor | None
         self.num_choices_E: torch.Tensor | None
         tables = (None, None)
@@ -238,7 +238,7 @@ class MoELayer(nn.Module):
                 self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False, **place)
 
     def forward(self, x: torch.Tensor) -> MoEOutput:
-        """Route tokens to experts and combine their outputs; a collective of the "ep" group.
+        """Return the ``MoEOutput`` of routed and shared experts; a collective of the "ep" group.
 
         ``x`` is ``(..., D)`` in the dtype of the parameters. Under autocast it has any dtype, and
         the output the dtype of autocast.
@@ -269,7 +269,7 @@ class MoELayer(nn.Module):
         return MoEOutput(y_TD.view_as(x), routed.loss, routed.counts_E)
 
     def local_experts(self) -> Experts:
-        """Return this rank's expert parameters in the form that strategies take.
+        """Return this rank's expert parameters as ``Experts``, which ``strategy.forward`` takes.
 
         If experts have replicas, backward sums the gradients over the replicas of each expert.
         """

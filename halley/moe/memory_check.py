@@ -18,7 +18,7 @@ _ADAM_STATES = 2  # Adam's first and second moment, float32
 def check_memory(
     config: RunConfig, *, num_ranks: int, device: torch.device, num_sharing: int = 1
 ) -> None:
-    """Check that the training state of a run (see ``training_bytes``) fits into device memory.
+    """Raise ``ValueError`` if ``num_sharing`` ranks need more ``training_bytes`` than a device has.
 
     For a GPU, the check creates a CUDA context in this process. ``num_sharing`` ranks share the
     device's memory, such as all CPU ranks of a host.
@@ -33,7 +33,7 @@ def check_memory(
 
 
 def model_sizes(config: ModelConfig, *, prefix: str = "", moe_prefix: str = "") -> dict[str, int]:
-    """Return the sizes that determine a model's memory, by the names that error messages use."""
+    """Return the main sizes that determine a model's memory, by prefixed name, for messages."""
     names = ("vocab_size", "hidden_size", "num_layers")
     moe_names = ("num_experts", "intermediate_size")
     sizes = {f"{prefix}{name}": getattr(config, name) for name in names}
@@ -41,20 +41,20 @@ def model_sizes(config: ModelConfig, *, prefix: str = "", moe_prefix: str = "") 
 
 
 def training_bytes(config: RunConfig, *, num_ranks: int) -> int:
-    """Return the bytes of a rank's parameters, gradients, optimizer state and microbatch logits."""
+    """Return a rank's least bytes: parameters, gradients, optimizer state, logits, their input."""
     itemsize = DTYPES[config.train.dtype].itemsize
     ep_size = config.ep_size or num_ranks
     number = num_parameters(config.model, ep_size=ep_size, tp_size=config.expert_tp_size)
     num_states = _ADAM_STATES if config.optimizer.kind == "adamw" else 0
     if config.train.dtype != "float32":
-        num_states += 1  # the optimizer's copy of the parameters
+        num_states += 1  # the optimizer's float32 master weights
     num_tokens = config.train.batch_size * config.data.seq_len
     activations = num_tokens * (config.model.vocab_size + config.model.hidden_size) * itemsize
     return number * (2 * itemsize + num_states * _FLOAT32_BYTES) + activations
 
 
 def num_parameters(config: ModelConfig, *, ep_size: int, tp_size: int) -> int:
-    """Return the number of parameters of one rank, without replicas of experts."""
+    """Return the number of model parameters that one rank holds, if no expert has replicas."""
     hidden, num_moe = config.hidden_size, config.num_moe_layers
     query, key = (num * config.head_dim for num in (config.num_heads, config.num_kv_heads))
     attention = 2 * hidden * (query + key)
@@ -69,7 +69,7 @@ def num_parameters(config: ModelConfig, *, ep_size: int, tp_size: int) -> int:
 
 
 def num_layer_parameters(config: MoEConfig, hidden_size: int, *, ep_size: int, tp_size: int) -> int:
-    """Return the number of parameters of a rank in one MoE layer, without replicas of experts."""
+    """Return the number of an MoE layer's parameters that a rank holds, if it has no replicas."""
     num_local = -(-config.num_experts * tp_size // ep_size)
     num_up = 2 if config.activation == "swiglu" else 1
     size = config.intermediate_size // tp_size
@@ -82,7 +82,7 @@ def num_layer_parameters(config: MoEConfig, hidden_size: int, *, ep_size: int, t
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Return the bytes of memory of a device; None for "meta", which allocates nothing."""
+    """Return the total bytes of a device's memory, free or not; None for "meta", which has none."""
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
@@ -94,8 +94,8 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def check_fits(needed: int, sizes: dict[str, int], *, device: torch.device, use: str = "") -> None:
-    """Raise ``ValueError``, with ``sizes`` by name, if a device has less than ``needed`` bytes."""
-    # Under FakeTensorMode, torch.empty returns a subclass, which allocates no memory.
+    """Raise ``ValueError``, listing ``sizes``, if a device's memory is below ``needed`` bytes."""
+    # Under FakeTensorMode, torch.empty returns a subclass without memory: nothing is checked.
     is_real = type(torch.empty(0)) is torch.Tensor
     available = total_memory(device) if is_real else None
     if available is not None and needed > available:

@@ -25,11 +25,11 @@ from halley.strategies.registry import build_strategy
 
 @final
 class MoE(nn.Module):
-    """A mixture of experts whose experts are spread over the ranks of a process group.
+    """A mixture-of-experts layer whose experts are spread over the ranks of a process group.
 
     The constructor, forward and backward are collectives of the group. The number of tokens may
     differ between ranks. Gradients of experts include the tokens of all ranks. Every rank has a
-    copy of the other parameters, and ``sync_gradients`` sums their gradients::
+    copy of the other parameters, and ``sync_gradients`` averages their gradients::
 
         layer = halley.MoE(hidden_size=1024, num_experts=64, top_k=8, intermediate_size=512)
         y = layer(x)  # (tokens, 1024) or (batch, seq, 1024)
@@ -115,7 +115,7 @@ class MoE(nn.Module):
         self.expert_counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
 
     def forward(self, x: torch.Tensor, *, return_aux: bool = False) -> torch.Tensor | MoEOutput:
-        """Apply the MoE layer; a collective of the group. The output has the shape of ``x``.
+        """Return the output in the shape of ``x``, or an ``MoEOutput``; a collective of the group.
 
         ``x`` is ``(..., hidden_size)``, in the dtype of the parameters or under autocast. With
         ``return_aux`` the result is a ``MoEOutput`` of output, ``aux_loss`` and ``expert_counts``.
@@ -138,17 +138,17 @@ class MoE(nn.Module):
         sync_gradients(shared, expert, groups=self.groups)
 
     def expert_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of this rank's experts."""
+        """Return the parameters of this rank's routed experts; each stacks all of these experts."""
         return list(self.layer.experts.parameters())
 
     def shared_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that are copied on every rank: router and shared expert."""
+        """Return the parameters of which every rank has a copy: router and shared expert."""
         names = grouped_experts(self)
         return [parameter for name, parameter in self.named_parameters() if name not in names]
 
 
 def _join_default_group(device: torch.device | str | None) -> dist.ProcessGroup | None:
-    """Return the default process group, initialized if a launcher started this rank, or None."""
+    """Return the default process group; if there is none, create it under a launcher, else None."""
     if not dist.is_initialized():
         check_launcher()
         if not is_launched():
@@ -163,6 +163,6 @@ def _join_default_group(device: torch.device | str | None) -> dist.ProcessGroup 
 
 
 def _pick_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the current GPU if the ranks can exchange tensors on GPUs, else the CPU."""
+    """Return the current GPU if there is one and the group is None or uses NCCL, else the CPU."""
     on_gpu = torch.cuda.is_available() and (group is None or "nccl" in dist.get_backend(group))
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

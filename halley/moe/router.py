@@ -16,15 +16,15 @@ from halley.ops.traceable_routing import take_slots, take_slots_by_weight
 
 
 class RouterOutput(NamedTuple):
-    """Result of a router for one microbatch."""
+    """Result of ``AbstractRouter.forward``: the routing, the loss, and the slots of each expert."""
 
     routing: Routing
     loss: torch.Tensor  # balance and z loss, each times its coefficient, a float32 scalar
-    counts_E: torch.Tensor  # slots of each expert, int64, with those that the capacity drops
+    counts_E: torch.Tensor  # slots of each expert, int64, also those that the capacity drops
 
 
 class AbstractRouter(nn.Module, abc.ABC):
-    """A router: linear logits in float32, a choice of K experts per token, and balancing losses."""
+    """A router: float32 logits, K experts per token, balancing losses and an optional capacity."""
 
     def __init__(
         self, config: MoEConfig, *, hidden_size: int, dtype: torch.dtype, device: torch.device
@@ -37,7 +37,7 @@ class AbstractRouter(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def choose(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Choose experts; return ids and weights ``(T, K)``, and all probabilities ``(T, E)``."""
+        """Return ids, weights ``(T, K)`` of chosen experts, and all probabilities ``(T, E)``."""
 
     def forward(self, x_TD: torch.Tensor) -> RouterOutput:
         router, num_experts = self.config.router, self.config.num_experts
@@ -66,7 +66,7 @@ class AbstractRouter(nn.Module, abc.ABC):
 
 @final
 class SoftmaxRouter(AbstractRouter):
-    """Choose the top-k experts by softmax over all experts.
+    """A router that chooses the top-k experts by the softmax of the logits over all experts.
 
     With ``normalize``, the weights of a token sum to 1 (Mixtral, arXiv:2401.04088, section 2.1).
     Two kinds have a capacity: "switch" is top-1 without normalization (arXiv:2101.03961, section
@@ -85,10 +85,10 @@ class SoftmaxRouter(AbstractRouter):
 
 @final
 class SigmoidRouter(AbstractRouter):
-    """Choose the top-k experts by sigmoid scores, among the experts of the best groups.
+    """A router that chooses the top-k experts by sigmoid score plus bias, in the best groups only.
 
     A bias is added to the scores for the choice, but not for the weights. ``update_bias`` raises
-    the bias of experts below the mean load and lowers that of the others, without a loss.
+    the bias of experts below the mean load and lowers it above the mean, without a loss.
 
     Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2. The score of a group is the sum of its
     two best expert scores, as in the released model.
@@ -115,7 +115,7 @@ class SigmoidRouter(AbstractRouter):
 
     @torch.no_grad()
     def update_bias(self, counts_E: torch.Tensor) -> None:
-        """Move each expert's bias one step towards an even load, by the slots of all ranks."""
+        """Move each expert's bias one step towards even load; ``counts_E`` has all ranks' slots."""
         error_E = counts_E.float().mean() - counts_E.float()
         self.bias += self.config.router.bias_update_rate * error_E.sign()
 
@@ -133,14 +133,14 @@ class SigmoidRouter(AbstractRouter):
 def build_router(
     config: MoEConfig, *, hidden_size: int, dtype: torch.dtype, device: torch.device | str
 ) -> AbstractRouter:
-    """Return the router of the kind ``config.router.kind``."""
+    """Return a new router of the kind ``config.router.kind``, without initialized weights."""
     device = parse_device(device, types=("cpu", "cuda", "meta"))
     router = SigmoidRouter if config.router.kind == "sigmoid" else SoftmaxRouter
     return router(config, hidden_size=hidden_size, dtype=dtype, device=device)
 
 
 def balance_loss(probs_TE: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-    """Return the loss ``E * sum_e(share of slots of e * mean probability of e)``; 1 is balanced.
+    """Return the loss ``E * sum_e(share of slots of e * mean probability of e)``, 1 if balanced.
 
     Source: Switch (arXiv:2101.03961), equation 4, with the share over all top-k slots.
     """
@@ -149,11 +149,11 @@ def balance_loss(probs_TE: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor
 
 
 def z_loss(logits_TE: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared logsumexp of the logits (ST-MoE, arXiv:2202.08906, equation 5)."""
+    """Return the mean over tokens of ``logsumexp(logits)**2`` (arXiv:2202.08906, equation 5)."""
     return logits_TE.logsumexp(dim=-1).square().mean()
 
 
 def capacity(factor: float, num_slots: int, *, num_experts: int) -> int:
-    """Return the most slots that an expert takes, at least 1 (arXiv:2101.03961, equation 3)."""
+    """Return how many slots an expert accepts at most, 1 or more (arXiv:2101.03961, equation 3)."""
     # 1e-9 absorbs rounding: 1.1 * 100 / 10 is 11.000000000000002 and must give 11, not 12.
     return max(1, math.ceil(factor * num_slots / num_experts - 1e-9))

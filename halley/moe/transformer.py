@@ -1,4 +1,4 @@
-"""A decoder-only transformer with MoE layers; parameter names are those of Hugging Face."""
+"""A decoder-only transformer with MoE layers; most parameter names are those of Hugging Face."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -22,15 +22,15 @@ _T = TypeVar("_T")
 
 
 class ModelOutput(NamedTuple):
-    """Result of a forward pass of ``MoETransformer``."""
+    """Result of ``MoETransformer.forward``: logits, router loss, and slots of each expert."""
 
     logits_BSV: torch.Tensor  # next-token logits, in the model's dtype
     router_loss: torch.Tensor  # sum of the router losses of all MoE layers, a float32 scalar
-    counts_ME: torch.Tensor  # slots of each expert of each MoE layer on this rank, int64
+    counts_ME: torch.Tensor  # slots of this rank's tokens by MoE layer and expert, int64
 
 
 class Block(nn.Module):
-    """A transformer block: norm and attention, then norm and a dense or MoE network."""
+    """A residual transformer block: norm and attention, then norm and a dense or MoE network."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Block(nn.Module):
     def forward(
         self, x_BSD: torch.Tensor, rotary: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return the block's output, its router loss and expert counts (None if it is dense)."""
+        """Return output, router loss and expert counts; the last two are None in a dense block."""
         with self.recorder.span("attention"):
             x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotary)
         with self.recorder.span("ffn"):
@@ -122,7 +122,7 @@ class MoETransformer(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **place)
 
     def forward(self, tokens_BS: torch.Tensor) -> ModelOutput:
-        """Return next-token logits of ``tokens_BS``, int64; a collective of the group."""
+        """Return logits, router loss and expert counts of tokens; collective of the "ep" group."""
         x_BSD = self.embed_tokens(tokens_BS)
         rotary = rotary_table(self.config, tokens_BS.shape[1], device=x_BSD.device)
         losses: list[torch.Tensor] = []
@@ -147,7 +147,7 @@ class MoETransformer(nn.Module):
 
 
 def _by_layer(config: ModelConfig, given: Sequence[_T] | None, *, name: str) -> dict[int, _T]:
-    """Map one item per MoE layer to the index of this layer among all layers of the model."""
+    """Return a dict from layer index in the model to item; ``given`` is None or has one per MoE."""
     if given is None:
         return {}
     layers = [index for index in range(config.num_layers) if config.is_moe_layer(index)]
@@ -157,9 +157,9 @@ def _by_layer(config: ModelConfig, given: Sequence[_T] | None, *, name: str) -> 
 
 
 def flops_per_token(config: ModelConfig, *, seq_len: int) -> float:
-    """Return the floating-point operations of forward and backward for one token.
+    """Return the number of floating-point operations of forward and backward per token.
 
-    Each parameter that a token uses counts six operations; experts other than its top-k and the
+    Each matmul weight that a token uses counts six operations; experts other than its top-k and the
     shared one count none. The two GEMMs of causal attention read half the sequence on average.
     Source: Kaplan et al. (arXiv:2001.08361), section 2.1; PaLM (arXiv:2204.02311), appendix B.
     """

@@ -22,7 +22,7 @@ from halley.ops.traceable_routing import sort_slots
 
 @final
 class NodeTables:
-    """Lookup tables that give, for each expert id, its node and its id in that node.
+    """Lookup tables by expert id: which other node has the expert, or its id within this node.
 
     One lookup takes the place of several operations on the device. ``num_experts`` is the number of
     experts of a node, E'.
@@ -34,14 +34,14 @@ class NodeTables:
 
     def __init__(self, nodes: Nodes, *, num_experts: int, device: torch.device) -> None:
         self.nodes, self.num_experts = nodes, num_experts
-        # The id ``DROPPED`` is -1, so it reads the last element.
+        # ``DROPPED`` is -1, so as an index it reads the last element of each table.
         expert = torch.arange(nodes.num_nodes * num_experts + 1, device=device)
         node = expert // num_experts
         self.other_node = torch.where(node == nodes.node, nodes.num_nodes, node)
         self.own_id = torch.where(node == nodes.node, expert % num_experts, DROPPED)
 
     def keep_own(self, routing: Routing) -> Routing:
-        """Return a routing with expert ids inside this node; slots of other nodes are dropped.
+        """Return a routing to this node's experts, by id in the node; other slots are dropped.
 
         The result has min(K, E') slots for each token: no token has more experts in a node.
         """
@@ -68,19 +68,19 @@ class Crossing:
 
     @property
     def send_sizes(self) -> list[int]:
-        """Rows of each chunk of tokens that this rank sends to other nodes."""
+        """Number of rows that this rank sends to other nodes, for each chunk of tokens."""
         return [sum(counts) for counts in self.send_CN]
 
     @property
     def recv_sizes(self) -> list[int]:
-        """Rows of each chunk of tokens that this rank receives from other nodes."""
+        """Number of rows that this rank receives from other nodes, for each chunk of tokens."""
         return [sum(counts) for counts in self.recv_CN]
 
 
 def plan_crossing(
     routing: Routing, tables: NodeTables, *, num_chunks: int, group: dist.ProcessGroup
 ) -> Crossing:
-    """Find the rows to send to other nodes; exchange their numbers. Collective; the host waits.
+    """Find the rows to send to other nodes; exchange counts with all ranks. Collective; host waits.
 
     ``routing`` has expert ids of all nodes, and ``group`` the ranks of all nodes. A missing rank is
     a ``RuntimeError``.
@@ -92,7 +92,7 @@ def plan_crossing(
     if num_chunks > 1:
         token_T1 = torch.arange(num_tokens, device=idx_TK.device)[:, None]
         key_TK = node_TK + token_T1 * num_chunks // max(num_tokens, 1) * num_nodes
-    # The last column takes the slots of experts on the own node, and is cut off.
+    # Dropped slots, and slots of this node's experts, go to the last column, which is cut off.
     key_TN = idx_TK.new_full((num_tokens, num_nodes + 1), DROPPED)
     key_TN = key_TN.scatter_(1, node_TK, key_TK)[:, :num_nodes].contiguous()
     slots, counts = sort_slots(key_TN, num_chunks * num_nodes)
@@ -118,7 +118,7 @@ def plan_crossing(
 
 
 def cross_all(tables: NodeTables, *, num_tokens: int, num_chunks: int) -> Crossing:
-    """Return the rows that send all tokens of each rank to every other node; no communication."""
+    """Return the crossing in which each rank sends all ``num_tokens`` tokens to each other node."""
     nodes, device = tables.nodes, tables.own_id.device
     others = [node for node in range(nodes.num_nodes) if node != nodes.node]
     bounds = [num_tokens * chunk // num_chunks for chunk in range(num_chunks + 1)]

@@ -21,13 +21,13 @@ from halley.core.types import Experts
 from halley.distributed.peers import Collective
 
 
-# torch 2.13 renamed the function and warns about the old name; torch 2.11 has only the old one.
+# torch 2.13 renamed all_gather_into_tensor and warns about that name; torch 2.11 has no other one.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @final
 class Exchange:
-    """One all-to-all of rows among the ranks of a group, for one forward and its backward.
+    """One all-to-all of rows among a group's ranks, and the reverse one of gradients in backward.
 
     Args:
         send_splits, recv_splits: rows to and from each rank, in order of rank.
@@ -52,19 +52,19 @@ class Exchange:
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
     def start(self, rows_SD: torch.Tensor) -> torch.Tensor:
-        """Send rows, ``(sum(send_splits), D)``, sorted by rank; return a tensor for ``wait``."""
+        """Start to send rows, sorted by destination rank; return the tensor that ``wait`` takes."""
         if self.group is None:
             return rows_SD
         return _Start.apply(rows_SD, self)  # pyright: ignore[reportReturnType]
 
     def wait(self, started: torch.Tensor) -> torch.Tensor:
-        """Wait; return the received rows, ``(sum(recv_splits), D)``, sorted by source rank."""
+        """Wait for the all-to-all of ``start``; return the received rows, sorted by source rank."""
         if self.group is None:
             return started
         return _Wait.apply(started, self)  # pyright: ignore[reportReturnType]
 
     def run(self, rows_SD: torch.Tensor) -> torch.Tensor:
-        """Send rows as ``start``, and return the received rows as ``wait``, without other work."""
+        """Send rows by destination rank and wait; return the received rows, by source rank."""
         if self.group is None:
             return rows_SD
         return _Run.apply(rows_SD, self)  # pyright: ignore[reportReturnType]
@@ -74,7 +74,7 @@ class Exchange:
         send_splits, recv_splits = self.send_splits, self.recv_splits
         if backward:
             send_splits, recv_splits = recv_splits, send_splits
-        # Keep no reference to the buffer: its autograd graph refers to this exchange, a cycle.
+        # Drop the reference to the buffer: its autograd graph refers to this exchange, a cycle.
         buffer, self.received = self.received, None
         if buffer is None:
             buffer = rows.new_empty(sum(recv_splits), rows.shape[1])
@@ -177,9 +177,9 @@ def gather_table(values_V: torch.Tensor, *, group: dist.ProcessGroup | None) -> 
 def all_gather_rows(
     rows_TX: torch.Tensor, *, max_rows: int, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """All-gather different numbers of rows; return ``(W * max_rows, X)``. Differentiable.
+    """All-gather rows, padded by zeros to ``max_rows`` per rank; return ``(W * max_rows, X)``.
 
-    ``max_rows`` is the largest number of rows of any rank. Zeros pad the rows of the others.
+    ``max_rows`` is the largest number of rows of any rank. Differentiable.
     """
     if group is None:
         return rows_TX
@@ -240,7 +240,7 @@ class _ReduceScatterRows(torch.autograd.Function):
 
 @final
 class Replicas:
-    """Sums gradients of experts that several ranks hold; an expert has a replica on each of them.
+    """Sums an expert's gradients over the ranks that hold replicas, or copies the lowest rank's.
 
     ``rank`` is this rank in the expert-parallel ``group``, and ``recorder`` records the host's wait
     as the span "replicas.wait".
@@ -263,10 +263,10 @@ class Replicas:
         ranks_of = {place: placement.ranks_of(expert) for place, expert in enumerate(own)}
         firsts = [place for place, ranks in ranks_of.items() if ranks[0] == rank]
         self.first = torch.tensor(firsts, dtype=torch.int64, device=device)
-        # For each local index of an expert that other ranks also hold: all its ranks, in order.
+        # For each local index of an expert with several ranks: all ranks that hold it, ascending.
         self._ranks = {place: ranks for place, ranks in ranks_of.items() if len(ranks) > 1}
-        # The gradients to exchange, as (other rank, local index), in order of rank. Both ranks of a
-        # pair list their common experts by expert id.
+        # The gradients to exchange, as (other rank, local index), in order of rank. Two ranks both
+        # order their common experts by expert id, so that sent and received gradients match.
         shared = sorted(self._ranks, key=lambda place: own[place])
         self._pairs = [
             (other, place)
@@ -284,7 +284,7 @@ class Replicas:
         return self._merge(gradients, _sum_into)
 
     def take_first(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return expert gradients, those of replicated experts copied from their lowest rank.
+        """Return gradients, those of replicated experts copied from the expert's lowest rank.
 
         A collective, for gradients that were reduced again after ``sum`` and may be rounded
         differently on each rank.
@@ -296,9 +296,9 @@ class Replicas:
         gradients: Sequence[torch.Tensor],
         merge: Callable[[torch.Tensor, Sequence[torch.Tensor]], object],
     ) -> list[torch.Tensor]:
-        """Return copies of expert gradients; ``merge`` computes those of replicated experts."""
+        """Return copies of gradients; ``merge(copy, sources)`` sets those of replicated experts."""
         received = self._exchange(gradients)
-        # A contiguous copy, since ``view`` below needs one.
+        # The copies are contiguous, because ``view`` below requires it.
         merged = [g.clone(memory_format=torch.contiguous_format) for g in gradients]
         for place, ranks in self._ranks.items():
             for index, gradient in enumerate(gradients):
@@ -310,7 +310,7 @@ class Replicas:
     def _exchange(
         self, gradients: Sequence[torch.Tensor]
     ) -> dict[tuple[int, int], Sequence[torch.Tensor]]:
-        """Exchange all gradients in one all-to-all; return the received ones by ``_pairs``."""
+        """Exchange replicated experts' gradients; return those received by (rank, local index)."""
         flat = [gradient.flatten(1) for gradient in gradients]
         sizes = [gradient.shape[1] for gradient in flat]
         splits = [0] * self.group.size()
@@ -325,7 +325,7 @@ class Replicas:
         assert work is not None
         with self.recorder.span("replicas.wait", stream="exposed"):
             work.wait()
-        # Not strict: an empty tensor splits into one empty piece.
+        # Not strict: without pairs, ``received`` is empty, and ``split`` still returns one piece.
         pieces = zip(self._pairs, received.split(sum(sizes)), strict=False)
         return {pair: piece.split(sizes) for pair, piece in pieces}
 

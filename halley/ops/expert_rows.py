@@ -18,8 +18,8 @@ from halley.ops.library import define, save_inputs
 
 
 ROW_ALIGNMENT = 16  # bytes; torch's grouped GEMM requires it of each row of its operands
-# On a CPU, GEMMs of few and of many rows use different kernels, which round differently. Padding to
-# a multiple makes the result of a row independent of the number of other rows.
+# On a CPU, GEMMs of few and of many rows use different kernels, which round differently. Padding
+# the rows to a multiple of 16 makes the result of a row independent of the number of other rows.
 _CPU_ROW_MULTIPLE = 16
 
 
@@ -80,14 +80,14 @@ class _AddBias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # The column sums of each group, as a GEMM with ones: float32, in a fixed order.
+        # The bias gradient, a column sum, is a GEMM with ones: it adds in float32 in a fixed order.
         (ends,) = ctx.saved_tensors
         ones = grad.new_ones(grad.shape[0], ROW_ALIGNMENT // grad.dtype.itemsize)
         return grad, F.grouped_mm(ones.t(), grad.contiguous(), offs=ends)[:, 0], None
 
 
 def add_bias(x_RO: torch.Tensor, bias_LO: torch.Tensor, *, ends_L: torch.Tensor) -> torch.Tensor:
-    """Add the bias of each expert to its rows, ``(R, O)``; ``ends_L`` as for ``apply_experts``."""
+    """Return each row plus its expert's bias, ``(R, O)``; ``ends_L`` as for ``apply_experts``."""
     return _AddBias.apply(x_RO, bias_LO, ends_L)  # pyright: ignore[reportReturnType]
 
 
@@ -109,7 +109,7 @@ def _expert_gemm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) 
 
 
 def _groups(ends: torch.Tensor) -> list[slice]:
-    """Return the slice of rows of each expert, from the end of each expert's rows."""
+    """Return the rows of each expert as a slice, computed from the end of each expert's rows."""
     return [slice(*pair) for pair in pairwise([0, *ends.tolist()])]
 
 
@@ -174,7 +174,7 @@ class _PermuteRows(torch.autograd.Function):
 def gather_tokens(
     x_TD: torch.Tensor, slots_N: torch.Tensor, *, inverse_N: torch.Tensor, top_k: int
 ) -> torch.Tensor:
-    """Return the token of each (token, choice) slot, ``x_TD[slots_N // top_k]``, ``(N, D)``.
+    """Return the token row of each (token, choice) slot, ``x_TD[slots_N // top_k]``, ``(N, D)``.
 
     The gradient of a token is the sum over its slots in order of slot, accumulated in float32.
     ``slots_N`` is a permutation of all slots, and ``inverse_N`` its inverse; slot ``t * top_k + k``

@@ -1,4 +1,4 @@
-"""An operator that calls a parameter's hook with its gradient during a compiled backward pass.
+"""An operator in compiled backward graphs that calls a parameter's hook with the gradient.
 
 Autograd gives parameters their gradients when a compiled backward graph has ended. A parameter with
 the attribute ``gradient_ready_hook``, a function of one tensor, receives its gradient as soon as
@@ -12,7 +12,7 @@ import torch
 
 _HOOK = "gradient_ready_hook"
 _library = torch.library.Library("halley", "FRAGMENT")
-# The schema declares a write to ``gradient``: compilers remove operators without results otherwise.
+# A write to ``gradient`` is declared: otherwise compilers remove an operator that returns nothing.
 _library.define(
     "run_gradient_hook(Tensor(a!) gradient, Tensor parameter) -> ()",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),

@@ -14,14 +14,14 @@ import torch
 
 
 # Implementations of the operators that can be decomposed into ATen operators, by name. Compiler
-# passes need one node for each operator. Afterwards Inductor decomposes the nodes to fuse them.
+# passes need one node for each operator. After them, Inductor decomposes the nodes to fuse kernels.
 DECOMPOSITIONS: dict[str, Callable[..., Any]] = {}
 
 _library = torch.library.Library("halley", "FRAGMENT")
 _TAGS = (
     torch.Tag.pt2_compliant_tag,
     torch.Tag.needs_exact_strides,
-    # The host may read the size of a dispatch plan, which a CUDA graph cannot capture.
+    # In some operators, the host reads numbers of rows from the GPU, which no CUDA graph captures.
     torch.Tag.cudagraph_unsafe,
 )
 
@@ -35,7 +35,7 @@ def define(
     backward: Callable[..., Any] | None = None,
     decomposable: bool = False,
 ) -> Callable[..., Any]:
-    """Define ``halley::<schema>`` and return a function that calls it with little overhead.
+    """Define operator ``halley::<schema>``; return a function that calls it with little overhead.
 
     ``schema``, ``fake``, ``setup_context`` and ``backward`` are as in ``torch.library``. Without
     ``backward``, a backward through the operator is an error. ``decomposable`` means that ``run``,
@@ -59,7 +59,7 @@ def define(
 
 
 def takes_kernels(tensor: torch.Tensor) -> bool:
-    """Return whether operators on this tensor run compiled Triton kernels."""
+    """Return whether this tensor is on a GPU and Triton compiles kernels, so operators run them."""
     return tensor.is_cuda and _compiles_kernels()
 
 
@@ -73,7 +73,7 @@ def _compiles_kernels() -> bool:
 
 
 def _opaque(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper that Dynamo does not trace into, also after a graph break.
+    """Return a wrapper of ``run`` that Dynamo does not trace into, also after a graph break.
 
     The wrapper does not import Dynamo itself, because that takes seconds and imports Triton. Before
     Triton's first import, ``halley.interpreter`` must have chosen how kernels run.
@@ -91,7 +91,7 @@ def _opaque(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a call on this tensor needs no dispatcher: neither autograd nor tracing."""
+    """Return whether a call can bypass the dispatcher: a plain tensor, no autograd, no tracing."""
     is_traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
     return type(tensor) is torch.Tensor and not is_traced
 

@@ -28,7 +28,7 @@ def sm_carveout(num_sms: int) -> Generator[None, None, None]:
         return
     previous = torch._C._get_sm_carveout_experimental()
     library = torch.backends.cuda.preferred_blas_library()
-    # Torch passes the carve-out to cuBLASLt only, not to the older cuBLAS interface.
+    # Torch passes the carve-out to cuBLASLt only, not to the older cuBLAS: use cuBLASLt here.
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch._C._set_sm_carveout_experimental(num_sms)
     try:
@@ -45,7 +45,7 @@ def _gemm_with_carveout(
     ends: torch.Tensor | None,
     num_sms: int,
 ) -> torch.Tensor:
-    """Return ``left @ right`` by a kernel that leaves ``num_sms`` SMs free; 0 on a CPU.
+    """Return ``left @ right``, on a GPU by a kernel that leaves ``num_sms`` SMs free.
 
     With ``ends``, the end of each group, int32, it is a grouped GEMM as ``F.grouped_mm`` computes
     it, without bias; else a dense one, whose rows get the bias if there is one.

@@ -14,7 +14,7 @@ from halley.ops.library import define, save_inputs, takes_kernels
 
 
 def _sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort routed slots (token, choice) by expert, then token; count the slots of each expert.
+    """Return routed slots (token, choice) sorted by expert, then token, and each expert's count.
 
     Dropped slots come last and are not counted. Returns slots ``t * K + k``, int64 ``(T * K,)``,
     and counts, int64 ``(E,)``.
@@ -32,7 +32,7 @@ def _sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
 def _take_slots(
     topk_idx: torch.Tensor, used: torch.Tensor, limit: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply an expert capacity: keep the first ``limit`` slots of each expert, drop later ones.
+    """Return which slots a capacity keeps, the first ``limit`` per expert, and the new ``used``.
 
     First choices of all tokens come before second choices; within a choice, tokens are in order.
     ``used`` is the number of slots that earlier tokens requested from each expert, int64 ``(E,)``;
@@ -54,18 +54,18 @@ def _take_slots(
 
         return route.take_slots(topk_idx, used, limit)
     experts = topk_idx.t().flatten()  # all first choices, then all second choices, ...
-    # cumsum along the inner dimension: along the outer one, a GPU uses one thread for each expert.
+    # cumsum is along the inner dimension: along the outer one, a GPU uses one thread per expert.
     is_chosen = experts == torch.arange(used.shape[0], device=used.device)[:, None]
     position = (is_chosen.cumsum(1) + used[:, None]).gather(0, experts[None])[0]
     kept = (position <= limit).view(topk_idx.t().shape).t()
-    # contiguous() would keep the strides of a single column, which differ from the fake result's.
+    # A clone: for top-1, contiguous() would keep strides that differ from the fake result's.
     return kept.clone(memory_format=torch.contiguous_format), used + is_chosen.sum(1)
 
 
 def _take_slots_by_weight(
     topk_idx: torch.Tensor, weights: torch.Tensor, num_experts: int, limit: int
 ) -> torch.Tensor:
-    """Apply an expert capacity: keep ``limit`` slots of each expert, by weight of their token.
+    """Return which slots a capacity keeps: ``limit`` per expert, by choice, then by token weight.
 
     The priority of a token is its largest weight. First choices of all tokens come before second
     choices; within a choice, tokens are in order of decreasing priority, then of index. Returns
@@ -81,7 +81,7 @@ def _take_slots_by_weight(
 
 
 def _read_counts(sent: torch.Tensor, received: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy the numbers of rows sent to and received from each rank to the host, ``(W,)`` each.
+    """Return the numbers of rows sent to and received from each rank, on the host, ``(W,)`` each.
 
     ``sent`` and ``received`` are ``(W, L)`` int64, for each rank and local expert. Both are in one
     copy, so the host waits for the device once.
@@ -91,7 +91,7 @@ def _read_counts(sent: torch.Tensor, received: torch.Tensor) -> tuple[torch.Tens
 
 
 def _gather_rows(x: torch.Tensor, slots: torch.Tensor, num_rows: int, top_k: int) -> torch.Tensor:
-    """Return the token of each of the first ``num_rows`` sorted slots; differentiable."""
+    """Return the token row of each of the first ``num_rows`` sorted slots; differentiable."""
     return x.index_select(0, _first(slots, num_rows) // top_k)
 
 
@@ -110,7 +110,7 @@ def _gather_rows_backward(grad: torch.Tensor, slots: torch.Tensor, top_k: int) -
 
 
 def _combine_rows(rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return each token's weighted sum of expert rows, by choice, ``(T, D)``; differentiable.
+    """Return each token's weighted sum of its expert output rows, ``(T, D)``; differentiable.
 
     Row i belongs to slot ``slots[i]``, as from ``sort_slots``; slots without a row add nothing. The
     weight of each slot, ``(T, K)``, is rounded to the dtype of the rows.
@@ -135,7 +135,7 @@ def _combine_rows_backward(
 
 
 def _by_slot(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return expert rows in the order of (token, choice) slots, with zeros for dropped slots."""
+    """Return expert rows in order of (token, choice) slots, with zeros for slots without a row."""
     out = rows.new_zeros(slots.shape[0], rows.shape[1])
     return out.index_copy_(0, _first(slots, rows.shape[0]), rows)
 
@@ -152,11 +152,11 @@ def _first(values: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
-    """Return how to sort received rows by expert; they arrive sorted by source rank, then expert.
+    """Return the order of received rows by expert, its inverse, expert ends and transposed counts.
 
-    ``counts`` are the rows of each source rank for each local expert, int64 ``(W, L)``, and
-    ``num_rows`` is their sum. Returns the order by expert, the inverse permutation, int64 ``(R,)``
-    each, the end of each expert's rows, int32 ``(L,)``, and the counts as ``(L, W)``.
+    Rows arrive sorted by source rank, then expert: ``counts`` rows of each, int64 ``(W, L)``, in
+    total ``num_rows``. Returns the order by expert, the inverse permutation, int64 ``(R,)`` each,
+    the end of each expert's rows, int32 ``(L,)``, and the counts as ``(L, W)``.
 
     Example: counts [[1, 2], [1, 0]] describe the rows s0e0 s0e1 s0e1 s1e0 (source rank, expert).
     The order by expert is 0, 3, 1, 2, and the rows of the experts end at 2 and 4.
@@ -165,7 +165,7 @@ def _group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]
         from halley.ops.kernels import route
 
         return route.group_rows(counts, num_rows)
-    # contiguous() would return the input itself for one rank; an operator must not alias it.
+    # A clone: for one rank, contiguous() returns the input, which an operator must not return.
     by_expert = counts.t().clone(memory_format=torch.contiguous_format)
     ends_WL = counts.flatten().cumsum(0).view_as(counts)
     ends_LW = by_expert.flatten().cumsum(0).view_as(by_expert)

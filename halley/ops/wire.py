@@ -72,7 +72,7 @@ class Wire:
         self._buffers: dict[Exchange, torch.Tensor] = {}
 
     def send_rows(self, x_TD: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, ...]:
-        """Start to send the tokens of all chunks to other nodes; return a tensor for each chunk."""
+        """Start to send the tokens of all chunks; return for each the input of ``receive_rows``."""
         return _SendRows.apply(  # pyright: ignore[reportReturnType]
             x_TD, routing.topk_weights_TK, routing.topk_idx_TK, self
         )
@@ -84,9 +84,9 @@ class Wire:
         return x_RD, self.tables.keep_own(routing)
 
     def return_sums(self, y_RD: torch.Tensor, *, chunk: int) -> torch.Tensor:
-        """Start to return the partial sums of a chunk's rows to the nodes that sent the rows.
+        """Start to return the partial sums of a chunk's rows; return an input of ``add_returned``.
 
-        ``y_RD`` has the padding of ``receive_rows``, which is not sent.
+        The sums are sent to the nodes of the tokens. The padding of ``receive_rows`` is not sent.
         """
         return _ReturnSums.apply(y_RD, self, chunk)  # pyright: ignore[reportReturnType]
 
@@ -112,7 +112,7 @@ class Wire:
         exchange.launch(rows_CX, backward=backward)
 
     def finish_to_experts(self, exchange: Exchange, *, backward: bool) -> torch.Tensor:
-        """Wait for ``launch_to_experts``; return the rows, padded by rows of zeros."""
+        """Wait for ``launch_to_experts``; return the received rows, padded by rows of zeros."""
         exchange.finish(backward=backward)
         return self._buffers.pop(exchange)
 
@@ -135,7 +135,7 @@ class Wire:
         exchanges[chunk].launch(rows_RX[: self.recv_sizes[chunk]], backward=backward)
 
     def finish_to_tokens(self, exchanges: list[Exchange], *, backward: bool) -> torch.Tensor:
-        """Wait for ``launch_to_tokens`` of all chunks; return the rows, then a row of zeros."""
+        """Wait for all chunks; return received rows, then one row, zero if a ``row_TN`` exists."""
         for exchange in exchanges:
             exchange.finish(backward=backward)
         return self._buffers.pop(exchanges[0])
@@ -150,7 +150,7 @@ def _view(rows_SX: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _quantize(x_SD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token rows in E4M3, divided by a float32 scale per column group, and the scales."""
+    """Return token rows in E4M3, divided by a scale per row and 128 columns, and the scales."""
     padded = F.pad(x_SD.float(), (0, -x_SD.shape[1] % _GROUP))
     groups = padded.unflatten(1, (-1, _GROUP))
     scale = groups.abs().amax(2).clamp_min(_SMALLEST_MAX) / torch.finfo(_FLOAT8).max
@@ -164,7 +164,7 @@ def _dequantize(codes: torch.Tensor, scale: torch.Tensor, *, dtype: torch.dtype)
 
 
 def _pad_rows(num_rows: int) -> int:
-    """Round a number of received rows up to one of 16 values between two powers of two."""
+    """Return a number of rows rounded up to one of at most 16 values between powers of two."""
     step = 1 << max(3, num_rows.bit_length() - _PADDED_BITS)
     return -(-num_rows // step) * step
 
@@ -174,8 +174,8 @@ def _sum_nodes(
 ) -> torch.Tensor:
     """Return the sum of each token's rows from all nodes in order of node, rounded once.
 
-    ``rows_SX`` are the rows that ``wire`` returned, as ``Crossing`` sorts them, then a row of
-    zeros. ``own_TX`` are rows that this node computed, if any.
+    ``rows_SX`` are the rows of ``finish_to_tokens``, as ``Crossing`` sorts them, then one
+    more. ``own_TX`` are rows that this node computed, if any.
     """
     row_TN, own_node = wire.crossing.row_TN, wire.tables.nodes.node
     if row_TN is None:
@@ -211,7 +211,7 @@ class _SendRows(torch.autograd.Function):
             for exchange, part in ((wire.words[chunk], words_CX), (wire.tokens[chunk], rows_CD)):
                 wire.launch_to_experts(exchange, part, chunk=chunk, backward=False)
         # The returned scalars only link this node to ``_ReceiveRows`` in the autograd graph: then
-        # autograd runs both backward passes in order. The wire holds the rows.
+        # autograd runs both backward passes in order. The wire's buffers hold the rows.
         return tuple(x_TD.new_zeros(()) for _ in sizes)
 
     @staticmethod
@@ -229,7 +229,7 @@ class _SendRows(torch.autograd.Function):
 
 
 class _ReceiveRows(torch.autograd.Function):
-    """Autograd node: wait for token rows of a chunk; backward starts to return gradients."""
+    """Autograd node: wait for a chunk's rows and routing; backward starts to return gradients."""
 
     @staticmethod
     def forward(ctx, started, wire, chunk):
@@ -287,7 +287,7 @@ class _AddReturned(torch.autograd.Function):
         sizes, token_S = wire.crossing.send_sizes, wire.crossing.token_S
         rows = grad_TD if token_S is None else grad_TD.index_select(0, token_S)
         parts = rows.split(sizes)
-        # The backward pass computes the chunks in reverse order.
+        # Gradients are sent in reverse order of chunks, because backward computes in that order.
         for chunk in reversed(range(len(sizes))):
             wire.launch_to_experts(wire.sums[chunk], parts[chunk], chunk=chunk, backward=True)
         return grad_TD, None, *(grad_TD.new_zeros(()) for _ in sizes)

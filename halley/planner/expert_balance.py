@@ -5,9 +5,9 @@ github.com/deepseek-ai/EPLB, MIT). Each spare slot goes to the expert with the m
 replica. Then the replicas are packed, heaviest first, each on the least loaded rank with a free
 slot (longest processing time first: Graham, SIAM J. Appl. Math. 17, 1969).
 
-Halley differs in three points. A rank never holds an expert twice. After packing, replicas are
-swapped and replaced as long as this reduces the load of the most loaded rank. Spare slots stay
-unused if they do not reduce that load.
+Halley differs in four points. A rank never holds an expert twice. Some spare slots may go to idle
+experts. After packing, replicas are swapped and replaced as long as this reduces the load of the
+most loaded rank. Spare slots stay unused if they do not reduce that load.
 """
 
 import math
@@ -17,17 +17,17 @@ from halley.core.placement import ExpertPlacement
 from halley.core.types import MAX_EXPERTS
 
 
-_MAX_CHANGES = 200  # swaps and replacements of one plan
-_NUM_STARTS = 8  # numbers of hot replicas that are tried
+_MAX_CHANGES = 200  # most swaps and replacements of one packing
+_NUM_STARTS = 8  # about so many numbers of hot replicas are tried
 _GAIN = 1e-3  # smallest reduction of the largest load, as a share of the mean load
 
 
 def plan_placement(counts_E: Sequence[float], *, num_ranks: int, spare: int) -> ExpertPlacement:
-    """Plan which experts each rank holds, so that the most loaded rank has less load.
+    """Return a plan of which experts each rank holds, to reduce the load of the most loaded rank.
 
     The plan assumes that the replicas of an expert share its load equally
-    (``core.placement.choose_replicas``). It is never worse than the plain placement, nor than a
-    placement with fewer spare slots. A replica needs memory, so it is only added if it reduces the
+    (``core.placement.choose_replicas``). It is never worse than the plain placement, nor than the
+    plan with fewer spare slots. A replica needs memory, so it is only added if it reduces the
     largest load by at least a thousandth of the mean load.
 
     Args:
@@ -54,7 +54,7 @@ def plan_placement(counts_E: Sequence[float], *, num_ranks: int, spare: int) -> 
 
 
 def check_spare(num_experts: int, *, num_ranks: int, spare: int) -> int:
-    """Return the experts of a rank without spare slots, ``ceil(E / W)``.
+    """Return how many experts a rank holds without spare slots, ``ceil(E / W)``; check the numbers.
 
     A ``ValueError`` means that a number is out of range, or that a rank would hold more experts
     than there are.
@@ -75,7 +75,7 @@ def check_spare(num_experts: int, *, num_ranks: int, spare: int) -> int:
 
 
 def rank_loads(placement: ExpertPlacement, counts_E: Sequence[float]) -> list[float]:
-    """Return the load of each rank, in the unit of ``counts_E``."""
+    """Return the load of each rank in the unit of ``counts_E``, with equal shares for replicas."""
     shares_E = [count / len(placement.ranks_of(expert)) for expert, count in enumerate(counts_E)]
     return [math.fsum(shares_E[expert] for expert in experts) for experts in placement.experts_WL]
 
@@ -86,7 +86,7 @@ def max_over_mean(loads: Sequence[float]) -> float:
 
 
 def _plan(counts_E: Sequence[float], *, num_ranks: int, num_local: int) -> ExpertPlacement:
-    """Try several numbers of replicas for hot experts and return the best placement."""
+    """Return the best of several placements with different numbers of replicas of hot experts."""
     # More replicas of hot experts are not always better: many equal shares can be harder to pack
     # than a few large shares next to replicas of idle experts.
     num_more = num_ranks * num_local - len(counts_E)
@@ -114,7 +114,7 @@ def _plan(counts_E: Sequence[float], *, num_ranks: int, num_local: int) -> Exper
 def _pack(
     shares_E: Sequence[float], num_replicas_E: Sequence[int], *, num_ranks: int, num_local: int
 ) -> list[set[int]]:
-    """Pack the replicas on ranks, heaviest first; return the experts of each rank."""
+    """Assign the replicas to ranks, heaviest first; return the experts of each rank."""
     ranks: list[set[int]] = [set() for _ in range(num_ranks)]
     loads = [0.0] * num_ranks
     for expert in sorted(range(len(shares_E)), key=lambda e: -shares_E[e]):
@@ -137,7 +137,7 @@ def _pack(
 
 
 def _improve(ranks: list[set[int]], counts_E: Sequence[float]) -> bool:
-    """Swap or replace a replica of the most loaded rank; return False if no change helps."""
+    """Swap or replace a replica of the most loaded rank, in place; return False if none helps."""
     num_E = [sum(e in held for held in ranks) for e in range(len(counts_E))]
     shares_E = [count / num for count, num in zip(counts_E, num_E, strict=True)]
     loads = [math.fsum(shares_E[e] for e in held) for held in ranks]
@@ -149,7 +149,7 @@ def _improve(ranks: list[set[int]], counts_E: Sequence[float]) -> bool:
         for mine in ranks[top] - held:
             for theirs in held - ranks[top]:
                 moved = shares_E[mine] - shares_E[theirs]
-                # The swap reduces the larger load of the two ranks by min(...).
+                # The swap reduces the larger load of the two ranks by ``min(moved, gap - moved)``.
                 swap = max(swap, (min(moved, gap - moved), other, mine, theirs))
     gain, other, mine, theirs = swap
     if gain > least_gain:

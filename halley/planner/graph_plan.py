@@ -1,4 +1,4 @@
-"""Predict the step time of a model: trace it in one process, run the compiler passes on it."""
+"""Predict the step time of a model: trace its graphs in one process, run compiler passes."""
 
 import contextlib
 import warnings
@@ -38,7 +38,7 @@ def plan_graphs(
     profiles: str | Path = "",
     fill: bool = False,
 ) -> list[OrderReport]:
-    """Return a report of the compiler passes on a run's forward graph, and one on its backward.
+    """Return reports of predicted times and memory: of a run's forward graph, and of its backward.
 
     The model is traced with fake tensors in a fake process group, with a balanced load. With
     passes, the predicted times are those of code that Inductor compiles. Without passes, they are
@@ -90,11 +90,11 @@ def compile_step(
     backend: Backend,
     options: dict[str, Any],
 ) -> tuple[MoETransformer, Callable[[torch.Tensor], None]]:
-    """Build the model of a run, with one strategy per MoE layer, and compile it.
+    """Return a run's model with these strategies, and a function for compiled forward and backward.
 
     Returns:
         The model, whose weights have no values yet, and a function that runs forward and backward
-        on tokens (B, S). Its first call compiles both graphs.
+        on tokens (B, S). The first call of the function compiles both graphs.
     """
     model = MoETransformer(
         config.model,
@@ -115,7 +115,7 @@ def compile_step(
 
 @contextlib.contextmanager
 def _alone(num_ranks: int) -> Iterator[None]:
-    """Make this process rank 0 of a fake process group of ``num_ranks``; no other rank exists."""
+    """Make this process rank 0 of a fake process group for the block; no other rank exists."""
     if dist.is_initialized():
         raise RuntimeError("a plan is made by one process: this one is a rank of several")
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
@@ -129,7 +129,7 @@ def _alone(num_ranks: int) -> Iterator[None]:
 
 @final
 class _FusedOperators(AbstractStrategy):
-    """A fused strategy for tracing only: the operator, without the buffers that it needs to run."""
+    """Strategy fused or unfused for tracing only: the operator, without the buffers of a run."""
 
     def __init__(self, name: str, *, groups: ParallelGroups, device: torch.device) -> None:
         # Imported here so that plans without fused layers also run where Triton is missing.

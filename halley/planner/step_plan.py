@@ -63,7 +63,7 @@ def plan_strategies(
     on_progress: Progress | None = None,
     **options: Any,
 ) -> StepPlan:
-    """Choose the strategies with the fastest predicted step, in a process without a group.
+    """Return the plan with the fastest predicted step; the process must not be in a process group.
 
     Args:
         problems: the result of ``find_problems``.
@@ -94,7 +94,7 @@ def plan_strategies(
 def find_problems(
     config: RunConfig, *, hardware: Hardware, fused_problem: str = ""
 ) -> dict[str, str]:
-    """Return the strategies that cannot run, each with the reason, such as ``fused_problem``."""
+    """Return why "functional" or "fused" cannot run, by name; ``fused_problem`` is one reason."""
     why = "expert_bias (true) must be false for it"
     found = {name: why for name in _IN_GRAPHS if config.model.moe.expert_bias}
     if fused_problem:
@@ -107,9 +107,9 @@ def find_problems(
 
 
 def trace_step(config: RunConfig, strategies: Sequence[str], **options: Any) -> "list[OrderReport]":
-    """Trace a step whose MoE layers have these strategies, as ``plan_graphs`` does."""
+    """Return the reports of ``plan_graphs`` for a step whose MoE layers have these strategies."""
     if _HAS_TRITON:
-        # torch's compiler imports Triton, and the interpreter must be installed before that.
+        # This import installs the interpreter, before torch's compiler imports Triton.
         import halley.interpreter  # noqa: F401  # pyright: ignore[reportUnusedImport]
     from halley.planner.graph_plan import plan_graphs
 
@@ -119,7 +119,7 @@ def trace_step(config: RunConfig, strategies: Sequence[str], **options: Any) -> 
 def choose_strategies(
     names: Sequence[str], *, num_layers: int, predict: Callable[[tuple[str, ...]], float]
 ) -> tuple[str, ...]:
-    """Return the strategy of each MoE layer, found by a local search.
+    """Return a strategy for each MoE layer, by a local search for the least predicted time.
 
     The search starts with the best single strategy for all layers. It then changes one of three
     roles: the first layer, all inner layers, or the last layer. It stops when no change of one role
@@ -148,7 +148,7 @@ def choose_strategies(
 
 @final
 class StepTimes:
-    """Predict the time of a step from the strategies of its MoE layers; cache each trace.
+    """Predict the time of a step from its MoE layers' strategies; cache the time of each trace.
 
     The time of a deep model is extrapolated. Models with one and with two inner layers are traced,
     and the difference of their times is added for each further inner layer.
@@ -170,7 +170,7 @@ class StepTimes:
         self._known: dict[tuple[tuple[str, ...], str], float] = {}
 
     def __call__(self, strategies: tuple[str, ...], *, passed: bool = True) -> float:
-        """Return the predicted time of a step in us, with or without the run's compiler passes."""
+        """Return the predicted us of a step, if ``passed`` with the run's passes, else without."""
         num_further = len(strategies) - _MOST_ROLES - 1
         if num_further <= 0:
             return self._trace(strategies, passed=passed)
@@ -180,8 +180,8 @@ class StepTimes:
         return two_inner_us + num_further * (two_inner_us - one_inner_us)
 
     def _trace(self, strategies: tuple[str, ...], *, passed: bool) -> float:
-        # Only functional and fused layers can be traced. Without passes, a sequential layer costs
-        # as much as a functional one, and a chunked layer differs by a simulated time.
+        # Only functional and fused layers can be traced, so others are traced as functional ones.
+        # That is exact for sequential ones; for chunked ones a simulated difference is added.
         in_graphs = tuple(name if name in _IN_GRAPHS else "functional" for name in strategies)
         passes = self._config.passes if passed else "none"
         if (in_graphs, passes) not in self._known:
@@ -198,7 +198,7 @@ class StepTimes:
 
 
 def _chunked_us(config: RunConfig, *, num_ranks: int, hardware: Hardware) -> float:
-    """Return the simulated time of a chunked MoE layer minus that of a sequential one, in us."""
+    """Return the simulated microseconds of a chunked MoE layer minus those of a sequential one."""
     model, predictor = config.model, Predictor(hardware)
     tp_size = config.expert_tp_size  # both strategies treat each shard as an expert
     shape = LayerShape(
@@ -214,7 +214,7 @@ def _chunked_us(config: RunConfig, *, num_ranks: int, hardware: Hardware) -> flo
 
 
 def check_strategies(config: RunConfig) -> None:
-    """Raise an error if a run names an unknown strategy, or not one for each MoE layer."""
+    """Raise ``ValueError`` unless a run names "planned", a known strategy, or one per MoE layer."""
     if config.strategy != PLANNED:
         split_strategies(config.strategy, num_layers=config.model.num_moe_layers)
 
@@ -235,8 +235,8 @@ def plan_run(config: RunConfig, world: World, groups: ParallelGroups) -> StepPla
         problems = find_problems(config, hardware=hardware, fused_problem=fused_problem)
         options = {"num_ranks": world.num_ranks, "hardware": hardware, "problems": problems}
         try:
-            # A separate process, because a plan needs a fake process group and changes the state of
-            # torch's compiler.
+            # A separate process: a plan needs a fake process group, while this process is in a real
+            # one, and a plan changes the state of torch's compiler.
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                 plan = pool.submit(plan_strategies, config, **options).result()
         except ValueError as error:
@@ -250,7 +250,7 @@ def plan_run(config: RunConfig, world: World, groups: ParallelGroups) -> StepPla
 
 
 def describe_plan(plan: StepPlan) -> str:
-    """Return a plan as one line: its strategies, the alternatives, and those that cannot run."""
+    """Return a plan as one line: strategies, predicted times, and strategies that cannot run."""
     times = ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in plan.uniform_us.items())
     left_out = "".join(f"; not {name}: {why}" for name, why in plan.problems.items())
     return (
@@ -260,7 +260,7 @@ def describe_plan(plan: StepPlan) -> str:
 
 
 def _find_fused_problem(config: RunConfig, world: World, groups: ParallelGroups) -> str:
-    """Return why the group of this rank cannot run fused layers, or ""; a collective."""
+    """Return why this rank's expert-parallel group cannot run fused layers, or ""; a collective."""
     if world.device.type == "cpu":
         return "its kernels are interpreted on a CPU"
     if no_access := peer_access(groups.ep, world.device):

@@ -68,8 +68,8 @@ class AllGatherStrategy(AbstractStrategy):
         with self.recorder.span("dispatch.wait", stream="exposed"):
             x_AD = all_gather_rows(x_TD, max_rows=max_rows, group=self.group)
             weights_AK = all_gather_rows(weights_TK, max_rows=max_rows, group=self.group)
-            # The all-gather pads with 0, which is an expert id. Ids shifted by one make the padding
-            # mean DROPPED.
+            # The all-gather pads with 0, which is an expert id. So ids are gathered plus 1, and
+            # subtracting 1 makes the padding DROPPED (-1).
             idx_AK = all_gather_rows(idx_TK - DROPPED, max_rows=max_rows, group=self.group)
             idx_AK = idx_AK + DROPPED
         with self.recorder.span("route"):
@@ -103,7 +103,7 @@ class AllGatherStrategy(AbstractStrategy):
 
 
 def all_gather_tasks(shape: LayerShape, predictor: Predictor) -> list[Task]:
-    """Return simulator tasks of ``AllGatherStrategy``; routing does not change its traffic."""
+    """Return simulator tasks of ``AllGatherStrategy``, whose traffic routing does not change."""
     rows, hidden_bytes = shape.num_tokens * shape.top_k, shape.hidden_size * shape.itemsize
     crossings = shape.num_tokens * (shape.ep_size - 1)
     link_us = predictor.all_to_all_us(crossings * hidden_bytes)

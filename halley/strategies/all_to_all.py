@@ -96,7 +96,7 @@ class AllToAllStrategy(AbstractStrategy):
         check_inputs(x_TD, experts)
         routing = route_to_shards(routing, num_local=num_local, tp_size=self.tp_size)
         top_k = routing.topk_idx_TK.shape[1]
-        # Values that decide the number of chunks must be the same on all ranks.
+        # ``Lockstep`` checks that values which decide the number of chunks are equal on all ranks.
         values: dict[str, object] = {} if self.num_chunks == 1 else {"num_chunks": self.num_chunks}
         if self.num_chunks == 0:
             values |= {
@@ -232,7 +232,7 @@ def _run_pipeline(
     group: dist.ProcessGroup | None,
     recorder: Recorder,
 ) -> torch.Tensor:
-    """Dispatch, run the experts and combine in chunks that overlap; return each row's output.
+    """Run experts and both all-to-alls in chunks that overlap; return each row's output, in order.
 
     Dropped rows come last, and their output is zero. All dispatches start before the first combine:
     NCCL runs the collectives of a group in order, so no dispatch waits for a combine.
@@ -262,7 +262,7 @@ def _run_pipeline(
         started.append(combine.start(y_RD))
     parts = [combine.wait(rows) for (_, combine), rows in zip(exchanges, started, strict=True)]
     parts.append(dropped_ND)
-    # On a single rank there is no all-to-all that writes into the buffer.
+    # On a single rank no all-to-all writes into the buffer, so the chunks are concatenated.
     return torch.cat(parts) if group is None else concat_in_place(returned_ND, parts)
 
 
@@ -273,7 +273,7 @@ def _build_exchanges(
     recorder: Recorder,
     returned: torch.Tensor | None = None,
 ) -> tuple[Exchange, Exchange]:
-    """Return the dispatch and combine all-to-alls of a chunk; combine fills ``returned``."""
+    """Return a chunk's dispatch and combine all-to-alls; combine receives into ``returned``."""
     exchange = partial(Exchange, group=group, recorder=recorder)
     there, back = plan.send_splits, plan.recv_splits
     dispatch = exchange(name="dispatch", send_splits=there, recv_splits=back)
@@ -290,9 +290,9 @@ def _split_experts(experts: Experts, sizes: list[int]) -> list[ComputeRows]:
 def _start_table(
     keys_N: torch.Tensor, *, num_experts: int, group: dist.ProcessGroup | None
 ) -> Callable[[], np.ndarray]:
-    """Start to all-gather the first slot of each expert on each rank, ``(W, E + 1)`` int64.
+    """Start to all-gather ``expert_starts``; return a function that waits and returns the table.
 
-    Returns a function that waits for the copy on the host and returns it.
+    The table is ``(W, E + 1)`` int64, a copy on the host.
     """
     starts_WE1 = gather_table(expert_starts(keys_N, num_experts), group=group)
     host_WE1 = starts_WE1.to("cpu", non_blocking=True)
@@ -312,7 +312,7 @@ def _start_table(
 def _copy_order(
     plan: DispatchPlan, *, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return how to sort a chunk's received rows by expert: order, inverse, expert ends; int32."""
+    """Return the order of received rows by expert, inverse and expert ends, int32 on ``device``."""
     num_local, num_recv = plan.num_local, plan.num_recv
     # The host computes the order while the rows are in flight. The memory is pinned, because a copy
     # from pageable memory would wait for the all-to-all.
@@ -327,7 +327,7 @@ def _copy_order(
 
 
 def all_to_all_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int) -> list[Task]:
-    """Return the simulator tasks of ``AllToAllStrategy`` with a number of chunks."""
+    """Return the simulator tasks of ``AllToAllStrategy`` with ``num_chunks`` chunks."""
     rows = shape.num_tokens * shape.top_k
     hidden_bytes = shape.hidden_size * shape.itemsize
     reorder_us = predictor.memory_us(2.0 * rows * hidden_bytes, num_ops=1)
@@ -367,7 +367,7 @@ def all_to_all_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int
 
 
 def choose_num_chunks(shape: LayerShape, predictor: Predictor) -> int:
-    """Return the number of chunks for which the simulator predicts the fastest training step."""
+    """Return the number in ``_NUM_CHUNKS`` with the shortest predicted forward and backward."""
     num_local = local_experts(shape.num_experts, ep_size=shape.ep_size)
     candidates = [n for n in _NUM_CHUNKS if n <= num_local]
     return min(

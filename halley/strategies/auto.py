@@ -1,6 +1,8 @@
-"""Strategy "auto": measure all candidates in the first call of a kind of layer, use the fastest.
+"""Strategy "auto": measure usable candidates in the first call of a kind of layer, use the fastest.
 
-A kind of layer is a combination of sizes and dtypes, with or without gradients.
+A kind of layer is a combination of sizes and options, with or without gradients. A candidate with a
+problem or without memory is skipped. If symmetric memory is missing for "fused", "chunked" is taken
+unmeasured.
 """
 
 import time
@@ -25,7 +27,7 @@ _FUSED = "fused"  # the candidate that needs symmetric memory
 
 
 class _Kind(NamedTuple):
-    """Sizes and dtype of a layer, equal on all ranks, so that all ranks measure in one call."""
+    """The key of a kind of layer; it is equal on all ranks, so that all measure in one call."""
 
     hidden_size: int
     intermediate_size: int
@@ -38,7 +40,7 @@ class _Kind(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The strategy that "auto" has chosen for a kind of layer, and why."""
+    """The strategy that "auto" has chosen for a kind of layer, why, and the measured times."""
 
     name: str  # the strategy chosen; "" before the first call
     reason: str  # a sentence
@@ -50,10 +52,11 @@ _UNDECIDED = Decision(name="", reason="", times_us={})
 
 @final
 class AutoStrategy(AbstractStrategy):
-    """Run each kind of layer by the strategy that was fastest in the first call of the kind.
+    """Run a kind of layer by its fastest candidate; "chunked" if "fused" lacks symmetric memory.
 
-    That call runs every candidate several times, in alternation, with backward if gradients are
-    needed. The time of a candidate is that of its slowest rank, so all ranks choose the same one.
+    The first call of a kind runs every candidate several times, in alternation, with backward if
+    gradients are needed. It skips those with a problem or without memory. The time of a candidate
+    is that of its slowest rank. If symmetric memory is missing for "fused", it measures nothing.
 
     Args:
         candidates: strategies by name; with "fused" among them, also "chunked".
@@ -77,7 +80,7 @@ class AutoStrategy(AbstractStrategy):
         self.tp_size = next(iter(candidates.values())).tp_size
         self.num_sets = rank_and_size(group)[1] // self.tp_size
         self._left_out, self._releases = left_out or {}, releases
-        # Why there is no symmetric memory; None before the first check, "" if it is available.
+        # Why symmetric memory is missing; None before the check, "" if available or not needed.
         self._no_access = None if _FUSED in candidates else ""
         self._decisions: dict[_Kind, Decision] = {}
 
@@ -95,9 +98,9 @@ class AutoStrategy(AbstractStrategy):
             strategy.release()
 
     def decision(self, shape: LayerShape, *, gradients: bool) -> Decision:
-        """Return the strategy chosen for layers without biases, with backward if ``gradients``.
+        """Return the choice for layers without biases: name ("" before a call), reason, times.
 
-        The number of tokens in ``shape`` does not matter.
+        ``gradients`` selects calls with backward. The number of tokens in ``shape`` is ignored.
         """
         kind = _Kind(
             shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k,
@@ -148,7 +151,7 @@ class AutoStrategy(AbstractStrategy):
         names = [name for name in self.candidates if name not in problems]
         times_us: dict[str, float] = {}
         if self._no_access:
-            # Without symmetric memory "sequential" and "chunked" are left, and chunks overlap.
+            # "chunked" is taken unmeasured: it overlaps communication, and "sequential" does not.
             name = "chunked"
             why = f"chunked, as the fused kernels cannot run here: {self._no_access}"
         else:
@@ -178,7 +181,7 @@ class AutoStrategy(AbstractStrategy):
         *,
         gradients: bool,
     ) -> tuple[dict[str, float], dict[str, str]]:
-        """Return the time of each candidate strategy, and the error of those without memory.
+        """Return the time in us of each named candidate, and errors of those that lacked memory.
 
         A collective, with the same result on all ranks.
         """
@@ -203,7 +206,7 @@ class AutoStrategy(AbstractStrategy):
 
         problems: dict[str, str] = {}
         enabled, self.recorder.enabled = self.recorder.enabled, False
-        # These hooks replace those of the caller, such as the hooks of activation checkpointing.
+        # These hooks, which do nothing, replace the caller's, such as activation checkpointing's.
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             for name in names:
                 try:

@@ -23,7 +23,7 @@ PartRunner = Callable[[torch.Tensor, Routing], torch.Tensor]
 
 
 def share_of_tokens(shape: LayerShape, *, num_experts: int) -> float:
-    """Return the fraction of tokens that choose any of ``num_experts`` experts, if balanced."""
+    """Return the fraction of tokens with any of ``num_experts`` experts, if routing is balanced."""
     elsewhere = comb(shape.num_experts - num_experts, shape.top_k)
     return 1.0 - elsewhere / comb(shape.num_experts, shape.top_k)
 
@@ -58,7 +58,7 @@ class AbstractStrategy(abc.ABC):
         """
 
     def open_parts(self, experts: Experts) -> PartRunner:
-        """Return a function that runs a layer for some of its tokens, for at most 4 such calls.
+        """Return a function that runs a layer for a part of its tokens; call it at most 4 times.
 
         Strategies that compute the weight gradients of all calls at once override this method.
         """
@@ -102,7 +102,7 @@ def check_inputs(x_TD: torch.Tensor, experts: Experts) -> None:
 
 
 def under_autocast(experts: Experts) -> Experts:
-    """Return the experts, with weights cast as ``F.linear`` does if autocast is enabled."""
+    """Return the experts, cast to the autocast dtype as by ``F.linear`` if autocast is enabled."""
     kind = experts.up_LGD.device.type
     if not torch.is_autocast_enabled(kind):
         return experts
@@ -153,7 +153,7 @@ class Lockstep:
             self._compare_passes(self._num_calls, self._group)
 
     def end(self, y_TD: torch.Tensor) -> torch.Tensor:
-        """Return a layer's output, with a hook that compares its backward pass across ranks."""
+        """Return a layer's output; over gloo, with a hook that compares backward across ranks."""
         number, group = self._num_calls, self._group
         is_compared = self._guard is not None and y_TD.requires_grad
         if is_compared and group is not None and not torch.compiler.is_compiling():
@@ -162,7 +162,7 @@ class Lockstep:
         return y_TD
 
     def _compare_passes(self, number: int, group: dist.ProcessGroup) -> None:
-        """Check that all ranks begin the same pass: the number of a call, negative for backward."""
+        """Raise RuntimeError unless all ranks begin the same pass; ``number`` < 0 is backward."""
         if self._guard is None:
             self._guard = _open_guard(group)
         own = torch.tensor([number])
@@ -185,7 +185,7 @@ class Lockstep:
 
 def _open_guard(group: dist.ProcessGroup) -> Any:
     """Return a gloo process group of the same ranks, used only to compare passes; a collective."""
-    # On the user's group, another collective of the same size could match the comparison.
+    # Not the user's group: there, another collective of equal size could match the comparison.
     store, rank = group.get_group_store(), dist.get_rank(group)
     number = store.add(f"halley/guards/{rank}", 1)
     own_store = PrefixStore(f"halley/guard/{number}", store)
@@ -202,14 +202,14 @@ def compute_task(name: str, duration_us: float, *, needs: tuple[str, ...]) -> Ta
 
 
 def comm_task(name: str, duration_us: float, *, needs: str) -> Task:
-    """Return a simulator task of the communication stream; ``needs`` may be ""."""
+    """Return a simulator task of the communication stream; ``needs`` is a task name or ""."""
     return Task(name=name, stream="comm", duration_us=duration_us, needs=(needs,) if needs else ())
 
 
 def gemms_us(
     shape: LayerShape, predictor: Predictor, *, num_rows: float, num_groups: int
 ) -> tuple[float, float]:
-    """Predict the durations of the two grouped GEMMs of a rank's ``num_groups`` experts."""
+    """Return predicted durations of the two grouped GEMMs of a rank's ``num_groups`` experts."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     predict = partial(predictor.grouped_gemm_us, num_rows, num_groups, itemsize=shape.itemsize)
     return predict(inner=hidden, outer=shape.up_size), predict(inner=inner, outer=hidden)
@@ -218,7 +218,7 @@ def gemms_us(
 def experts_us(
     shape: LayerShape, predictor: Predictor, *, num_rows: float, num_groups: int
 ) -> float:
-    """Predict the duration of the experts without fused kernels; arguments as for ``gemms_us``."""
+    """Return the predicted duration of unfused experts; arguments as for ``gemms_us``."""
     up_us, down_us = gemms_us(shape, predictor, num_rows=num_rows, num_groups=num_groups)
     columns = 2 * shape.up_size + 3 * shape.intermediate_size + 4 * shape.hidden_size
     moved = num_rows * shape.itemsize * columns

@@ -1,4 +1,4 @@
-"""Strategies "fused", kernels that communicate beside GEMMs, and "unfused", the same one by one.
+"""Strategies "fused", kernels that communicate beside GEMMs; "unfused", these kernels one by one.
 
 The process group is only used in the first call of a buffer shape and when buffers grow; the
 kernels of ``fused/op.py`` communicate through symmetric memory.
@@ -52,7 +52,7 @@ _DTYPES = {
 
 @final
 class FusedStrategy(AbstractStrategy):
-    """Run a layer by kernels that overlap dispatch with the first GEMM, combine with the second.
+    """Run a layer by Halley's kernels, which overlap dispatch and combine with GEMMs if ``fused``.
 
     Args:
         workspaces: buffers of the group. Strategies with the same object share memory, and their
@@ -117,7 +117,7 @@ class FusedStrategy(AbstractStrategy):
         return torch.ops.halley.fused_experts.default(*call, self.workspaces.handle)[0]
 
     def prepare(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> Workspace:
-        """Allocate the buffers of a layer before its first call; a collective."""
+        """Check inputs; return a layer's buffers, allocated before its first call. Collective."""
         self._check_all(x_TD, routing, experts)
         return self.workspaces.find(x_TD, routing.topk_idx_TK, experts.up_LGD)
 
@@ -148,8 +148,8 @@ class FusedStrategy(AbstractStrategy):
     def _check(
         self, x_TD: torch.Tensor, routing: Routing, experts: Experts, *, backward: bool
     ) -> None:
-        """Check the inputs. On a GPU, check and compile only for new sizes or dtypes."""
-        # Dynamo guards on state that it reads: a set that grows would make it trace each call.
+        """Check inputs. On a GPU, check and compile only for new sizes, dtypes or strides."""
+        # Dynamo guards on state that it reads, so it would retrace when the set ``_checked`` grows.
         if torch.compiler.is_compiling() or not x_TD.is_cuda:
             self._check_all(x_TD, routing, experts)
             return
@@ -239,7 +239,7 @@ class FusedStrategy(AbstractStrategy):
 def fused_tasks(
     shape: LayerShape, predictor: Predictor, *, chunk_columns: int, fused: bool
 ) -> list[Task]:
-    """Return the simulator tasks of the fused kernels, or of the unfused form: one after another.
+    """Return simulator tasks of the fused kernels, or of the same kernels one by one if not fused.
 
     The tasks approximate the overlap inside the kernels: the first GEMM has a task for the rows of
     each source rank, and the second GEMM one for each chunk of ``chunk_columns`` columns. A token

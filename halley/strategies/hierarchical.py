@@ -46,7 +46,7 @@ from halley.strategies.part_orders import SPLIT, Pipeline, list_tasks
 
 @final
 class HierarchicalStrategy(AbstractStrategy):
-    """Run routed experts across nodes; send each token once to each node that has its experts.
+    """Run routed experts across nodes; send each token at most once to each other node.
 
     Args:
         group: the ranks over which the experts are spread; None for a single rank.
@@ -82,7 +82,7 @@ class HierarchicalStrategy(AbstractStrategy):
 
     @property
     def gemm(self) -> str:
-        # GEMMs of a part of the tokens may round differently, so each order has bits of its own.
+        # GEMMs of fewer tokens may round differently, so the bits depend on the pipeline.
         return f"{self.inner.gemm}, by node, {self.pipeline.name}"
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
@@ -135,7 +135,7 @@ class HierarchicalStrategy(AbstractStrategy):
     def _pad_tokens(
         self, x_TD: torch.Tensor, routing: Routing, tables: NodeTables
     ) -> tuple[torch.Tensor, Routing, Crossing]:
-        """Pad a rank's tokens to the fixed number, with tokens that have no experts."""
+        """Return tokens and routing padded to a fixed number of tokens, and their ``Crossing``."""
         idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
         num_tokens = len(x_TD)
         kind = (x_TD.shape[1], x_TD.dtype, idx_TK.shape[1], tables.num_experts)
@@ -170,7 +170,7 @@ def _run_parts(
     wire: Wire,
     started: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
-    """Run this rank's and received tokens in the order of a pipeline; return sums of all nodes.
+    """Run own and received tokens in the order of a pipeline; return own tokens' sums of all nodes.
 
     ``run`` runs a part of the tokens on the experts of this node, ``own`` is the routing of this
     rank's tokens inside the node, and ``started`` are the results of ``Wire.send_rows``.

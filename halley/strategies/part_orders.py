@@ -1,4 +1,4 @@
-"""Orders in which an MoE layer across nodes exchanges rows and computes, and the predicted tasks.
+"""Orders in which an MoE layer across nodes exchanges rows and computes, and simulator tasks.
 
 The strategy ``hierarchical`` divides the tokens into parts. Each part is one call of its inner
 strategy, which works inside one node.
@@ -65,7 +65,7 @@ def list_tasks(
     add_us = predictor.memory_us((2.0 * crossings + 3.0 * shape.num_tokens) * row_bytes, num_ops=2)
     route_us = predictor.memory_us(16.0 * shape.num_tokens * shape.top_k, num_ops=16)
     route_us += predictor.hardware.link_latency_us + predictor.hardware.read_us
-    # Of the rows of this rank's experts, 1 / N are tokens of the own node, with N nodes.
+    # With N nodes, 1 / N of the rows of a rank's experts are from tokens of the rank's own node.
     received = (1.0 - 1.0 / nodes.num_nodes) / num_chunks
     shares = [
         part.own / nodes.num_nodes + (0.0 if part.chunk is None else received)
@@ -84,7 +84,7 @@ def list_tasks(
         )
     weights = _list_part(shape, 1.0, predictor, nodes, inner)[2]  # one GEMM for all parts
     weights_us = sum(task.duration_us for task in weights)
-    # Inserted before the last task, which waits for the gradients of the tokens.
+    # The task is inserted before the last one, which waits for the gradients of the tokens.
     listed.insert(len(listed) - 1, compute_task("weights", weights_us, needs=()))
     return listed
 
@@ -92,7 +92,7 @@ def list_tasks(
 def _list_part(
     shape: LayerShape, share: float, predictor: Predictor, nodes: Nodes, inner: AbstractStrategy
 ) -> tuple[list[Task], list[Task], list[Task]]:
-    """Return forward, backward and weight-gradient tasks of a fraction ``share`` of the rows."""
+    """Return ``inner``'s forward, backward, weight-gradient tasks for a ``share`` of the rows."""
     per_node = shape.num_experts // nodes.num_nodes
     top_k = max(1, min(shape.top_k // nodes.num_nodes, per_node))
     tasks = inner.tasks(

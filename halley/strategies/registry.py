@@ -47,8 +47,8 @@ STRATEGIES = (
     "auto",
 )
 PLANNED = "planned"  # in the configuration of a run: a plan selects the strategy of each layer
-# SMs that the kernels inside a node leave to NCCL. With 2 or 6, the backward pass of Mixtral-8x7B
-# and Phi-3.5-MoE takes 3 to 6 % less time than with 0, at 14 GB/s on two H100.
+# SMs that the kernels inside a node leave to NCCL. With 2 or 6, forward and backward of
+# Mixtral-8x7B and Phi-3.5-MoE take 1 to 6 % less time than with 0, at 14 GB/s on two H100.
 _NETWORK_SMS = 4
 _FUSED = ("unfused", "fused")  # run Halley's kernels, one after another or overlapped
 _OLD_NAMES = {"gathered": "all_gather"}
@@ -56,7 +56,7 @@ _OLD_NAMES = {"gathered": "all_gather"}
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """A strategy's name, parsed, for example "chunked:4"; numbers are 0 if the name has none."""
+    """The parsed name of a strategy, such as "chunked:4"; numbers are 0 if the name has none."""
 
     kind: str  # one of STRATEGIES
     save: Save = "all"
@@ -165,7 +165,7 @@ def build_pipelines(
     max_load: float = 0.0,
     timeout_s: float = 600.0,
 ) -> dict[str, HierarchicalStrategy]:
-    """Return a strategy across nodes for each order of computation in ``PIPELINES``; a collective.
+    """Return a strategy across nodes for each of ``PIPELINES``, by pipeline name; a collective.
 
     All share buffers. Inside a node they run "fused" where GPUs can address each other's memory,
     else "sequential". ``name`` is "hierarchical" or "deduplicated", with variants.
@@ -210,25 +210,25 @@ def build_pipelines(
 def _build_hierarchical(
     name: str, group: dist.ProcessGroup | None, options: dict[str, Any]
 ) -> AbstractStrategy:
-    """Return a strategy across nodes that measures all ``PIPELINES`` and uses the fastest."""
+    """Return "auto" with all ``PIPELINES`` as candidates; on a CPU or one node, only ``SPLIT``."""
     device, recorder = options["device"], options["recorder"]
     pipelines = build_pipelines(name, group, **options)
-    # A CPU runs one fixed order, because its times say nothing about a GPU.
+    # A CPU runs one pipeline, as its times say nothing about a GPU. With one node, no rows cross.
     if device.type == "cpu" or pipelines[SPLIT.name].nodes.num_nodes == 1:
         return pipelines[SPLIT.name]
     return AutoStrategy(dict(pipelines), group=group, device=device, recorder=recorder)
 
 
 def _build_auto(group: dist.ProcessGroup | None, options: dict[str, Any]) -> AutoStrategy:
-    """Return strategy "auto" with its candidates."""
+    """Return "auto" of "sequential", "chunked" and, where they can help, "fused", "all_gather"."""
     device, shares_workspaces = options["device"], options["workspaces"] is not None
     names, left_out = ["sequential", "chunked"], dict[str, str]()
     if device.type == "cpu" and not shares_workspaces:
         left_out["fused"] = "its kernels are interpreted on a CPU"
     else:
         names.append("fused")
-    # If all ranks share all experts, each rank needs all tokens. Otherwise an all-gather also
-    # allocates rows for slots of other ranks' experts.
+    # "all_gather" is a candidate if all ranks share all experts, so each rank needs all tokens.
+    # Otherwise it allocates rows for slots of other ranks' experts.
     if 1 < options["tp_size"] == rank_and_size(group)[1]:
         names.append("all_gather")
     candidates = {name: build_strategy(name, group, **options) for name in names}
@@ -249,7 +249,7 @@ def build_strategies(
     device: torch.device | str,
     **options: Any,
 ) -> list[AbstractStrategy]:
-    """Return the strategy of each layer; equal names share a strategy, and all share buffers.
+    """Return the strategy of each layer; equal names share one; fused and unfused share buffers.
 
     ``names`` has one name for each layer; the other arguments are as for ``build_strategy``.
     """
@@ -263,7 +263,7 @@ def build_strategies(
 
 
 def split_strategies(text: str, *, num_layers: int) -> tuple[str, ...]:
-    """Return the strategy of each MoE layer, from one name or from names separated by commas.
+    """Return the strategy name of each MoE layer, from one name or names separated by commas.
 
     An unknown strategy, or a wrong number of names, is a ``ValueError``.
     """

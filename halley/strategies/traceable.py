@@ -83,7 +83,7 @@ class TraceableStrategy(AbstractStrategy):
         send_splits: list[int] | None = None,
         recv_splits: list[int] | None = None,
     ) -> torch.Tensor:
-        """All-to-all of rows: with splits and a gradient, or equal numbers without a gradient."""
+        """All-to-all rows; return those received. No splits: equal numbers and no gradient."""
         if self.group is None:
             return rows_NX
         exchange = fc.all_to_all_single if send_splits is None else fc.all_to_all_single_autograd
@@ -126,8 +126,8 @@ def run_on_one_rank(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> t
     num_slots = idx_TK.numel()
     dropped_N1 = (torch.arange(num_slots, device=idx_TK.device) >= ends_E[-1])[:, None]
     rows_ND = gather_rows(x_TD, slots_N, num_slots, idx_TK.shape[1])
-    # The GEMMs do not write rows without an expert: in y forward, in the gradient of x backward.
-    # The masks set both to zero.
+    # The GEMMs do not write rows of dropped slots, in y in forward and in the gradient of x in
+    # backward. The masks set both to zero.
     rows_ND = rows_ND.masked_fill(dropped_N1, 0.0)
     y_ND = apply_experts(rows_ND, experts, ends_L=ends_E.int(), gemm=expert_gemm)
     y_ND = y_ND.masked_fill(dropped_N1, 0.0)

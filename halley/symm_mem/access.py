@@ -16,8 +16,8 @@ from halley.distributed.peers import all_gather_objects
 
 SHM = Path("/dev/shm")  # a folder of Linux whose files are shared memory
 
-# This environment variable of PyTorch lets several ranks share a GPU, which runs them alternately.
-# It is slow, and serves tests on a machine with one GPU.
+# If this environment variable of PyTorch is 1, ranks may share a GPU, which runs them alternately.
+# Sharing is slow, and only for tests on a machine with one GPU.
 MAY_SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -26,12 +26,12 @@ _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLocation:
-    """Host and GPU of a rank's memory, and the GPUs that the rank can address."""
+    """Host and device of a rank's memory, and the other GPUs whose memory its GPU can address."""
 
     host: str
     boot_id: str  # identifies the host's kernel, as two hosts may have one name; or ""
     device: str  # "cpu" or "cuda:<index>"
-    # Device number of /dev/shm, which differs between containers; None on a GPU, or without one.
+    # st_dev of /dev/shm, which differs between containers; None on a GPU or without /dev/shm.
     shm_id: int | None = None
     uuid: str = ""  # uuid of the GPU
     reachable: tuple[str, ...] = ()  # uuids of the GPUs whose memory this one can address
@@ -39,7 +39,7 @@ class MemoryLocation:
 
 
 def peer_access(group: dist.ProcessGroup | None, device: torch.device | str) -> str:
-    """Return "" if every rank can address every other rank's memory, else the reason. Collective.
+    """Return "" if all ranks can address each other's memory, else the reason why not. Collective.
 
     All ranks of the group get the same answer, which does not change while the processes live.
     With NCCL, a CUDA device must be the current one.
@@ -50,7 +50,7 @@ def peer_access(group: dist.ProcessGroup | None, device: torch.device | str) -> 
 
 
 def find_problem(locations_W: list[MemoryLocation]) -> str:
-    """Return the reason why ranks with these memory locations cannot address each other, or ""."""
+    """Return the first reason why these ranks cannot address each other's memory; "" if none."""
     for rank, location in enumerate(locations_W):
         if location.device == "cpu" and location.shm_id is None:
             return f"rank {rank} has no shared memory: {location.host} has no {SHM}"
@@ -81,9 +81,9 @@ def find_problem(locations_W: list[MemoryLocation]) -> str:
 
 
 def link_kind(device: torch.device | str) -> str:
-    """Return the link from a GPU to the other visible GPUs: "NVLink", "PCIe", or "" without others.
+    """Return the link from a GPU to all other visible ones: "NVLink" or "PCIe"; "" if it has none.
 
-    Only NVLink has native peer atomics. If the links differ, the result is "PCIe".
+    Only NVLink has native peer atomics. If the links differ, the result is "PCIe"; on a CPU, "".
     """
     device = torch.device(device)
     num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
@@ -106,7 +106,7 @@ def _locate(device: torch.device) -> MemoryLocation:
     boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
     host: dict[str, Any] = {"host": socket.gethostname(), "boot_id": boot_id}
     if device.type == "cpu":
-        # A missing /dev/shm is no error here, because all ranks must report it together.
+        # Without /dev/shm this is None, no error: ``find_problem`` reports it on all ranks.
         shm_id = SHM.stat().st_dev if SHM.is_dir() else None
         return MemoryLocation(**host, device="cpu", shm_id=shm_id)
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -1,7 +1,7 @@
 """The symmetric heap: tensors with one copy per rank, each copy addressable by every rank.
 
-A tensor lives until ``free`` or ``close``, which all ranks call. Only ``zeros``, ``free`` and
-``barrier`` synchronize the ranks. Kernels must order all other accesses with their own flags.
+A tensor lives until ``free`` or ``close``, which all ranks call. Only collectives of the heap
+synchronize the ranks. Kernels must order all other accesses with their own flags.
 
     addresses on rank 0         memory            addresses on rank 1
     ptrs_W[0]  ------------>  copy of rank 0  <------------  ptrs_W[0]
@@ -61,19 +61,19 @@ class AbstractSymmHeap(abc.ABC):
         self.rank, self.num_ranks = rank_and_size(group)
         self.device = device
         self._group = group
-        # For each tensor: the object that keeps its addresses valid, and a call to unregister them.
+        # For each tensor: the owner of its addresses, and a call to unregister them (on a CPU).
         self._held: dict[SymmTensor, tuple[object, weakref.finalize]] = {}
         self._closed = False
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this rank's copies, without the rounding of the allocator."""
+        """Number of bytes of this rank's copies of unfreed tensors, before allocators round up."""
         return sum(tensor.local.nbytes for tensor in self._held)
 
-    # Otherwise a tensor that is allocated during evaluation could not be used in training.
+    # A tensor allocated in inference mode, as during evaluation, could not be used in training.
     @torch.inference_mode(mode=False)
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmTensor:
-        """Allocate a tensor whose copies are zero on all ranks when this returns. Collective.
+        """Allocate and return a tensor; its copies are zero on all ranks by then. Collective.
 
         ``shape`` is that of one copy, the same on all ranks; () is one element.
 
@@ -97,7 +97,7 @@ class AbstractSymmHeap(abc.ABC):
             for address in addresses_W:
                 register(address, local.nbytes)
                 registered.callback(unregister, address, local.nbytes)
-        # Also called if nobody closes the heap, as the process may map other memory there.
+        # Also called if the heap is deleted without ``close``: other memory may be mapped there.
         unregister_all = weakref.finalize(self, registered.close)
         unregister_all.atexit = False
         self._held[tensor] = owner, unregister_all
@@ -117,7 +117,7 @@ class AbstractSymmHeap(abc.ABC):
         unregister_all()
 
     def close(self) -> None:
-        """Free all remaining tensors of the heap. A second call does nothing. Collective."""
+        """Free all tensors; afterwards ``zeros`` fails and ``close`` does nothing. Collective."""
         if self._closed:
             return
         self._closed = True
@@ -128,21 +128,21 @@ class AbstractSymmHeap(abc.ABC):
 
     @abc.abstractmethod
     def barrier(self) -> None:
-        """Wait until all ranks have called this and have finished earlier work of their streams."""
+        """Wait until all ranks have called this and ended earlier work of their current streams."""
 
     @abc.abstractmethod
     def _allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int], object]:
-        """Return zeroed memory, uint8 ``(num_bytes,)``, the addresses of all ranks' copies, owner.
+        """Return zeroed local memory (uint8), the addresses of all ranks' copies, and their owner.
 
         The addresses are valid as long as the owner lives. A failure on a rank is raised on all.
         """
 
     @abc.abstractmethod
     def _gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, by rank."""
+        """Return a list, by rank, of the values that the ranks pass. Collective."""
 
     def on_all_ranks(self, num_bytes: int, act: Callable[[], T]) -> T:
-        """Return the result of ``act``, which allocates ``num_bytes`` on each rank. Collective.
+        """Run ``act``, an allocation of ``num_bytes``, on each rank; return its result. Collective.
 
         If it fails on any rank, all ranks raise ``MemoryError``, as they would wait forever for
         that rank. Different ``num_bytes`` are a ``RuntimeError``.
@@ -184,9 +184,9 @@ class SharedHeap(AbstractSymmHeap):
             raise RuntimeError(f"no symmetric memory: {problem}")
 
     def barrier(self) -> None:
-        """Wait until all ranks call this; earlier stores of all ranks are visible afterwards."""
+        """Wait until all ranks have called this; all their earlier stores are visible then."""
         if self._group is not None:
-            # Gloo's messages go through sockets, whose locks in the kernel act as memory barriers.
+            # Gloo's messages go through sockets, whose locks in Linux act as memory barriers.
             # So stores before the barrier are visible to loads after it on any CPU.
             with Collective("a barrier of symmetric memory", group=self._group):
                 dist.barrier(self._group)
@@ -206,7 +206,7 @@ class SharedHeap(AbstractSymmHeap):
 
 @contextmanager
 def _open_segment(num_bytes: int) -> Iterator[int]:
-    """Yield the descriptor of an unnamed shared-memory file of zeros."""
+    """Yield the descriptor of a new, unnamed shared-memory file of ``num_bytes`` zeros."""
     file = os.open(SHM, os.O_TMPFILE | os.O_RDWR, 0o600)
     try:
         # Allocate the pages now. Otherwise, with full memory, the first store to a page would end
@@ -227,7 +227,7 @@ def _map(path: str, num_bytes: int) -> torch.Tensor:
 
 @final
 class CudaHeap(AbstractSymmHeap):
-    """A heap in GPU memory; each tensor is one allocation, mapped by all ranks.
+    """A heap in GPU memory: each tensor has one allocation per rank, mapped by all ranks.
 
     An allocation takes a multiple of 2 MiB and some milliseconds, so allocate few, large tensors,
     only once. A single process uses PyTorch's caching allocator.
@@ -249,7 +249,7 @@ class CudaHeap(AbstractSymmHeap):
             self._token = torch.zeros(1, dtype=torch.int32, device=self.device)
 
     def barrier(self) -> None:
-        """Wait for all ranks and for the earlier work of their current CUDA streams."""
+        """Wait until all ranks have called this and ended earlier work of their current streams."""
         if self._group is not None:
             # all_reduce runs after the earlier work of the current stream. dist.barrier may choose
             # another device and stream, depending on earlier collectives of the group.
@@ -262,8 +262,8 @@ class CudaHeap(AbstractSymmHeap):
             zeros = partial(torch.zeros, num_bytes, dtype=torch.uint8, device=self.device)
             local = self.on_all_ranks(num_bytes, zeros)
             return local, [local.data_ptr()], None
-        # symm_mem.empty cannot be used: its pool divides larger allocations, differently on
-        # ranks that belong to different groups, whose rendezvous would not match.
+        # symm_mem.empty cannot be used: its pool puts tensors into larger allocations, at offsets
+        # that can differ between ranks of several groups. Then the rendezvous would not match.
         empty = partial(
             _SymmetricMemory.empty_strided_p2p, (num_bytes,), (1,), torch.uint8, self.device
         )
@@ -285,7 +285,7 @@ class CudaHeap(AbstractSymmHeap):
 
 @contextmanager
 def _multicast_off() -> Iterator[None]:
-    """Keep torch from binding symmetric memory to NVLink multicast objects during the block.
+    """Keep torch from binding symmetric memory to NVLink multicast objects in the ``with`` block.
 
     Halley does not use these, and on a fabric without multicast binding may fail or do harm.
     """
@@ -301,7 +301,7 @@ def _multicast_off() -> Iterator[None]:
 
 
 def open_heap(group: dist.ProcessGroup | None, device: torch.device | str) -> AbstractSymmHeap:
-    """Open the symmetric heap of a group: a ``CudaHeap`` on a GPU, else a ``SharedHeap``.
+    """Return a new symmetric heap of a group: a ``CudaHeap`` on a GPU, else a ``SharedHeap``.
 
     Collective. Ranks that cannot address each other's memory are a ``RuntimeError``.
     """

@@ -1,4 +1,4 @@
-"""Measure: the timer, the layer benchmark, the tuner, traces, charts and the doctor.
+"""Measure layers and training steps, tune fused kernels, draw charts, and examine a machine.
 
 Start with ``layer_bench.py``.
 """

@@ -1,4 +1,4 @@
-"""Prepare the layer benchmark: check sizes, build strategies, measure links and lower bounds."""
+"""Prepare the layer benchmark: check sizes, build strategies, find the terms of lower bounds."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,10 +30,11 @@ _CHUNK_COUNTS = (2, 3, 4, 8)
 
 
 def check_experts(case: LayerCase, *, ep_size: int, tp_size: int = 1) -> int:
-    """Check the sizes of a layer; return the number of experts of each rank, without spare ones.
+    """Return how many experts a rank holds, without spare ones; check the sizes of the layer.
 
     A ``ValueError`` means that the experts do not divide over the ranks and no placement is
-    planned, that there are too many spare experts, or that the rows of a shard are not aligned.
+    planned, that spare experts are too many or meet a ``tp_size`` above 1, that ``tp_size`` does
+    not divide the ranks, or that the rows of a shard are not aligned.
     """
     num_experts = case.model.moe.num_experts
     check_tp_size(tp_size, num_ranks=ep_size)
@@ -54,9 +55,10 @@ def check_memory(
     tp_size: int = 1,
     backward: bool = True,
 ) -> None:
-    """Raise ``ValueError`` if the weights and tokens of a layer exceed the memory of a rank.
+    """Raise ``ValueError`` if a layer's weights, tokens, outputs, copies exceed ``memory_bytes``.
 
-    With ``backward``, gradients of the same size are added. Other buffers are ignored.
+    A rank has ``memory_bytes``. With ``backward``, gradients of the same size are added. Other
+    buffers are not counted. Wrong sizes of a layer are a ``ValueError`` as well.
     """
     for case in cases:
         moe, hidden = case.model.moe, case.model.hidden_size
@@ -84,7 +86,7 @@ def build_candidates(
     bounded: "Workspaces | None" = None,
     max_load: float = 0.0,
 ) -> dict[str, AbstractStrategy]:
-    """Build every strategy to benchmark, at each of its settings, by name, such as "chunked n=4".
+    """Build each strategy at each of its settings; return them by name, such as "chunked n=4".
 
     Args:
         workspaces: buffers that all strategies with Triton kernels share.
@@ -115,7 +117,7 @@ def build_candidates(
 
 
 def compile_ahead(strategies: Sequence[AbstractStrategy], tensors: LayerTensors) -> None:
-    """Compile the kernels of fused layers before the first run; a collective.
+    """Compile the GPU kernels of fused and unfused strategies before the first run; a collective.
 
     Each rank compiles some of the kernels and finds the others in Triton's cache. Without this
     step, every rank would compile all kernels. On a CPU, nothing is compiled.
@@ -136,17 +138,17 @@ def compile_ahead(strategies: Sequence[AbstractStrategy], tensors: LayerTensors)
         dist.barrier(groups.ep)
 
 
-# Bytes to each peer in the all-to-all that measures the link. With fewer bytes, the latency would
-# be a part of the time.
+# Bytes that a rank sends to each peer in the all-to-all of ``measure_link``. With fewer bytes, the
+# latency would be a large part of the measured time.
 _PROBE_BYTES = {"cuda": 32 * 2**20, "cpu": 2 * 2**20}
 _BLOCK_M = 128
 
 
 def bound_gemms(tensors: LayerTensors) -> dict[str, Callable[[], None]]:
-    """Return functions that run the two grouped GEMMs of a layer alone, for its lower bound.
+    """Return functions, by name, that each run the two grouped GEMMs of a forward pass alone.
 
-    The rows are random, and as many as the experts of this rank receive. One function uses torch.
-    On GPUs, another uses Halley's kernel; the faster one gives the bound.
+    The faster one gives the lower bound. The rows are random, and as many as the experts of this
+    rank receive. One function uses torch. On GPUs, another uses Halley's kernel.
     """
     experts, groups = tensors.experts, tensors.groups
     first = groups.ep_rank // groups.tp_size * experts.num_local_experts
@@ -168,13 +170,13 @@ def bound_gemms(tensors: LayerTensors) -> dict[str, Callable[[], None]]:
 
 
 def _triton_gemms(counts_L: torch.Tensor, tensors: LayerTensors) -> Callable[[], None]:
-    """Return a function that runs both grouped GEMMs of a layer on rows padded to full tiles."""
+    """Return a function that runs both forward GEMMs by Halley's kernel; rows fill whole tiles."""
     # Imported here so that commands without kernels also run where Triton is missing.
     from halley.ops.kernels.grouped_gemm import grouped_gemm
     from halley.ops.kernels.tiles import GemmTile
 
     # The store of one tile overlaps the loads of the next, so it needs a buffer of its own in
-    # shared memory. That buffer replaces one of four pipeline stages.
+    # shared memory. To make space for the buffer, the pipeline has three stages instead of four.
     tile = GemmTile(num_stages=3)
     device, weights = counts_L.device, tensors.experts
     tiles_L = (counts_L + _BLOCK_M - 1) // _BLOCK_M
@@ -197,7 +199,7 @@ def _triton_gemms(counts_L: torch.Tensor, tensors: LayerTensors) -> Callable[[],
 
 
 def measure_link(groups: ParallelGroups, *, device: torch.device) -> float:
-    """Measure the bandwidth of an all-to-all out of each rank, in bytes/s; 0 for one rank."""
+    """Return the bytes/s that a rank sends to others in an all-to-all; 0 for one rank."""
     if groups.ep is None:
         return 0.0
     num_bytes = _PROBE_BYTES[device.type]
@@ -212,7 +214,7 @@ def measure_link(groups: ParallelGroups, *, device: torch.device) -> float:
 
 
 def wire_us(tensors: LayerTensors, *, link_bytes_per_s: float) -> float:
-    """Return the microseconds that the link of the most loaded rank needs for dispatch.
+    """Return the microseconds of dispatch on the link of the most loaded rank; a collective.
 
     Combine needs the same time: it returns one row per (token, destination rank). A token is sent
     once to each destination rank, even if several of its experts are there. It is sent to every
@@ -224,7 +226,7 @@ def wire_us(tensors: LayerTensors, *, link_bytes_per_s: float) -> float:
         return 0.0
     set_TK = tensors.routed().topk_idx_TK // tensors.experts.num_local_experts
     num_sets = groups.ep_size // groups.tp_size
-    # One column of the mask for each set of ranks that share the same experts.
+    # One column of the mask for each set of ranks that hold shards of the same experts.
     is_sent = torch.zeros(set_TK.shape[0], num_sets, device=set_TK.device)
     is_sent.scatter_(1, set_TK, 1.0)
     rows_W = is_sent.sum(0).repeat_interleave(groups.tp_size)

@@ -28,7 +28,7 @@ _INCHES_PER_DOT = 0.24
 # Okabe and Ito's palette for colour-blind readers: https://jfly.uni-koeln.de/color/
 _BLUE, _ORANGE = "#0072B2", "#E69F00"
 _STRATEGY_COLOURS = (_BLUE, _ORANGE, "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
-# Arguments of matplotlib for the bars of each kind of stream, in the order of lanes.
+# Matplotlib's arguments for bars, by kind of stream. The lanes of a rank have the same order.
 _STYLES: dict[str, dict[str, Any]] = {
     "compute": {"label": "computation", "facecolor": _BLUE, "edgecolor": "white"},
     "comm": {"label": "communication, hidden", "facecolor": _ORANGE, "edgecolor": "white"},
@@ -44,7 +44,7 @@ _DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
 
 @dataclass(frozen=True, kw_only=True)
 class _Lane:
-    """A row of bars of a timeline, which do not overlap: the spans of one stream of one rank."""
+    """A row of a timeline: bars that do not overlap, from spans of one stream of one rank."""
 
     label: str
     y: float
@@ -52,11 +52,11 @@ class _Lane:
 
 
 def draw_timelines(timelines: Mapping[str, Sequence[Span]], path: str | Path) -> None:
-    """Draw timelines as a PNG, one above another, on one time axis; one lane per stream and rank.
+    """Draw timelines as a PNG, one above another, on one time axis, with lanes by rank and stream.
 
-    Exposed waits are drawn in the lane of the computation that they interrupt. If a timeline has no
-    spans of the stream "exposed", its communication counts as exposed while no computation of the
-    same rank overlaps it. Each timeline is shifted to start at zero.
+    Spans that overlap in a stream other than "compute" get further lanes. Exposed waits are drawn
+    in the lane "compute". If a rank has no spans of the stream "exposed", its communication counts
+    as exposed while no computation of it runs. Each timeline is shifted to start at zero.
 
     Raises:
         ValueError: a timeline has no span.
@@ -78,7 +78,7 @@ def draw_timelines(timelines: Mapping[str, Sequence[Span]], path: str | Path) ->
     grid[-1].set_xlabel("time (ms)", fontsize=FONT_PT, color=INK)
     kinds = {_kind(bar.stream) for bar in bars}
     _draw_legend(figure, [Patch(**style) for kind, style in _STYLES.items() if kind in kinds])
-    # The width of a bar in pixels is known only after matplotlib has laid out the figure.
+    # Labels follow last: bars have a width in pixels only after matplotlib has laid out the figure.
     figure.draw_without_rendering()
     for axes, lanes in zip(grid, panels.values(), strict=True):
         _label_bars(axes, lanes)
@@ -86,7 +86,7 @@ def draw_timelines(timelines: Mapping[str, Sequence[Span]], path: str | Path) ->
 
 
 def draw_layer_bench(rows: Sequence[Row], path: Path) -> None:
-    """Draw result lines of the layer benchmark as a PNG, with one row of charts per model.
+    """Draw result lines of the layer benchmark as a PNG: a row of charts per model.
 
     A bar is the median of one strategy, with the 10th and 90th percentiles. The label above it
     shows the median, and the lower bound in percent of the median. The result lines differ in
@@ -126,7 +126,7 @@ def draw_layer_bench(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_sweeps(found: "Sequence[TunedConfig]", path: Path) -> None:
-    """Draw how much each kernel setting changes the time of a layer, as a PNG: a panel per layer.
+    """Draw the change of a layer's time by each measured setting, in %: a PNG, a panel per layer.
 
     Raises:
         ValueError: no setting was measured.
@@ -158,7 +158,7 @@ def draw_sweeps(found: "Sequence[TunedConfig]", path: Path) -> None:
 
 
 def gains(tuned: "TunedConfig") -> list[tuple[str, float]]:
-    """Return each kernel setting and its change of a layer's time in percent, below 0 faster."""
+    """Return (setting, % change of the layer's time) pairs, against the best of earlier groups."""
     return [
         (setting, 100.0 * (duration_us / sweep[""] - 1.0))
         for sweep in tuned.sweeps.values()
@@ -168,7 +168,7 @@ def gains(tuned: "TunedConfig") -> list[tuple[str, float]]:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Return a matplotlib figure without a display; width and height are in inches."""
+    """Return a matplotlib figure that needs no display; width and height are in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -198,7 +198,7 @@ def _strip_axes(axes: "Axes") -> None:
 
 
 def _lay_out(title: str, spans: Sequence[Span]) -> list[_Lane]:
-    """Return the lanes of a timeline, which is shifted to start at zero."""
+    """Return the lanes of a timeline from top to bottom; the earliest bar is shifted to time 0."""
     if not spans:
         raise ValueError(f"timelines[{title!r}] (0 spans) must hold at least one")
     zero_us = min(span.start_us for span in spans)
@@ -217,7 +217,7 @@ def _lay_out(title: str, spans: Sequence[Span]) -> list[_Lane]:
 
 
 def _rows_of_rank(spans: list[Span]) -> list[tuple[str, list[Span]]]:
-    """Return the label and the bars of each lane of a rank's timeline; bars do not overlap."""
+    """Return (label, bars) of each lane of a rank; the label is its stream, or "" if repeated."""
     by_stream: dict[str, list[Span]] = {}
     for span in spans:
         stream = "compute" if span.stream == "exposed" else span.stream
@@ -253,7 +253,7 @@ def _kind(stream: str) -> str:
 
 
 def _split_exposed(comm: Span, exposed: list[Interval]) -> list[Span]:
-    """Split a communication span into hidden and exposed pieces."""
+    """Split a communication span into pieces of the streams "comm" (hidden) and "exposed"."""
     interval = [(comm.start_us, comm.end_us)]
     hidden = subtract(interval, exposed)
     return [
@@ -264,7 +264,7 @@ def _split_exposed(comm: Span, exposed: list[Interval]) -> list[Span]:
 
 
 def _draw_lanes(axes: "Axes", lanes: list[_Lane]) -> None:
-    # Bars that are narrower than this have no edge, because the edge would cover the bar.
+    # Bars that are shorter than this time get no edge, because the edge would cover the bar.
     min_width_us = axes.get_xlim()[1] * 1e3 / 300
     for lane in lanes:
         for kind, style in _STYLES.items():
@@ -282,7 +282,7 @@ def _draw_lanes(axes: "Axes", lanes: list[_Lane]) -> None:
 
 
 def _tell_times(axes: "Axes", spans: Sequence[Span]) -> None:
-    """Mark the end of a timeline, and write its length and exposed communication above it."""
+    """Mark the end of a timeline; write above it the length and most exposed communication."""
     length = (max(span.end_us for span in spans) - min(span.start_us for span in spans)) / 1e3
     ranks = {span.rank for span in spans}
     by_rank = [[span for span in spans if span.rank == rank] for rank in ranks]
@@ -298,12 +298,12 @@ def _extent_ms(bar: Span) -> Interval:
 
 
 def _label_bars(axes: "Axes", lanes: list[_Lane]) -> None:
-    """Write the name of each span into its bar, if the bar is wide enough."""
+    """Write a short name of each span into its bar, if the bar is wide enough."""
     pixels_per_ms = axes.get_window_extent().width / axes.get_xlim()[1]
     for bar, y in ((bar, lane.y) for lane in lanes for bar in lane.bars):
         start_ms, duration_ms = _extent_ms(bar)
         width = duration_ms * pixels_per_ms - 4.0
-        # The name of a kernel without its return type, template arguments and namespaces.
+        # "void at::native::add<float>(int)" becomes "add", "gloo:all_to_all" becomes "all_to_all".
         label = bar.name.removeprefix("void ").split("<")[0].split("(")[0].strip()
         label = label.split("::")[-1].removeprefix("gloo:")
         if width < 6.0 * len(label):  # surely too long; matplotlib measures texts slowly
@@ -320,7 +320,7 @@ def _label_bars(axes: "Axes", lanes: list[_Lane]) -> None:
 
 
 def _draw_bars(axes: "Axes", rows: list[Row], colours: Mapping[str, str]) -> None:
-    """Draw one group of bars per number of tokens, and in it one bar per strategy."""
+    """Draw a group of bars per number of tokens: medians by strategy, percentiles, lower bounds."""
     width = 0.84 / len(colours)
     sizes = sorted({to_float(row["num_tokens"]) for row in rows})
     keys = ("median_us", "p10_us", "p90_us", "floor_us")

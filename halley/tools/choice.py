@@ -27,7 +27,7 @@ _RUNS = 4  # runs of each candidate by AutoStrategy: one that compiles, three th
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMemory:
-    """Bytes of one layer on one rank, without tokens, weights and shared buffers."""
+    """Predicted bytes of a fused layer on one rank, without tokens, weights and shared buffers."""
 
     saved: int  # activations that forward saves for backward
     peak: int  # most bytes at one time of forward and backward, with the output and all gradients
@@ -35,20 +35,20 @@ class LayerMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerChoice:
-    """The choice of strategy "auto" for the forward pass of one layer."""
+    """The choice of strategy "auto" for forward of one layer, and the memory that fused needs."""
 
     model: str
     num_tokens: int  # tokens per rank
     num_ranks: int
     dtype: str
     strategy: str  # the strategy that auto chose
-    times_us: dict[str, float]  # candidates on the slowest rank; empty if not measured
+    times_us: dict[str, float]  # by candidate, on the slowest rank; empty if not measured
     reason: str  # why auto chose this strategy, and why other strategies are no candidates
     access_problem: str  # why the ranks cannot address each other's memory; "" if they can
     buffers: dict[str, float] | None  # as ``measure_buffers``; None if fused did not run
     no_buffers: str  # why the fused kernels did not run; "" if they did
-    # Memory of forward and backward with fused on the rank that needs most, without the buffers, by
-    # value of ``save``.
+    # Predicted memory of forward and backward with fused by value of ``save``, without buffers, for
+    # the most rows and token copies of any rank. Empty if fused did not run.
     memory: dict[str, LayerMemory]
 
 
@@ -59,10 +59,10 @@ def choose_strategy(
     device: torch.device,
     on_progress: Progress = no_progress,
 ) -> LayerChoice:
-    """Run strategy "auto" on a layer without gradients, and return its choice; a collective.
+    """Run "auto" on a layer without gradients; return its choice, and memory of fused; collective.
 
     On a CPU, ``fused`` is no candidate: the interpreter would run its kernels for minutes.
-    ``on_progress`` is called before each run of a candidate.
+    ``on_progress`` is called before the weights are drawn, and before each run of a candidate.
 
     Raises:
         ValueError: the experts do not divide over the ranks.
@@ -110,7 +110,7 @@ def choose_strategy(
 
 
 def measure_buffers(workspace: "Workspace") -> dict[str, float]:
-    """Return the MiB of each buffer of the fused kernels on one rank; layers of a shape share them.
+    """Return the MiB of this rank's buffers of the fused kernels; layers of a shape share buffers.
 
     The first four are symmetric memory, and "symm_mib" is their sum. Each pass has its own plan.
     """
@@ -130,9 +130,9 @@ def measure_buffers(workspace: "Workspace") -> dict[str, float]:
 def _predict_memory(
     workspace: "Workspace", shape: LayerShape, groups: ParallelGroups
 ) -> dict[str, LayerMemory]:
-    """Return the memory of a fused layer for each value of ``save``; a collective.
+    """Return the predicted memory of a fused layer by value of ``save``; a collective.
 
-    The numbers of rows and token copies are those of the last pass, on the rank with most.
+    It assumes the most rows and the most token copies that the last pass had on any rank.
     """
     # Imported here so that commands without kernels also run where Triton is missing.
     from halley.fused.kernels.launches import num_dweight_columns
@@ -162,7 +162,7 @@ def layer_memory(
     plan_words: int,
     num_parts: int,
 ) -> LayerMemory:
-    """Predict the memory that forward and backward of the operator ``fused_experts`` allocate.
+    """Predict the bytes that the operator ``fused_experts`` saves, and its peak with backward.
 
     Args:
         shape: the layer with the tokens of this rank.
@@ -173,7 +173,7 @@ def layer_memory(
         plan_words: int32 words of the dispatch plan.
         num_parts: partial gradients per routing weight.
     """
-    # Bytes of one row of tokens, of the output of the first GEMM ("pre"), and of the activations.
+    # Bytes of one row of tokens, of the output of the first GEMM ("pre"), and of activations.
     row_bytes = shape.hidden_size * shape.itemsize
     pre_bytes = shape.up_size * shape.itemsize
     activation_bytes = shape.intermediate_size * shape.itemsize
@@ -195,13 +195,13 @@ def layer_memory(
         saved + capacity_rows * activation_bytes + tokens
     )  # the output has the size of the tokens
     at_start = saved + tokens + recomputed_rows  # the gradient of the output as well
-    # Backward frees the saved token copies as soon as their rows are recomputed.
+    # With save="inputs", backward frees the token copies when it has recomputed the rows.
     until_end = at_start - (copies if save == "inputs" else 0)
     results = tokens + 4 * shape.num_tokens * shape.top_k  # gradients of tokens, routing weights
     weights = 4 * num_rows  # routing weights by row
     weight_grads = 4 * num_rows * num_parts
-    # ``pre`` counts its gradients here, ``activations`` the weighted activations, ``rows`` the
-    # gradients of the rows.
+    # In this sum, ``pre`` is the size of its gradients, ``activations`` that of the weighted
+    # activations, and ``rows`` that of the gradients of the rows.
     dispatched = until_end + recomputed_pre + pre + activations + rows + weight_grads
     peak = max(
         forward,
@@ -215,7 +215,7 @@ def layer_memory(
 
 
 def _announce_runs(candidates: dict[str, AbstractStrategy], report: Progress, total: int) -> None:
-    """Make each candidate of "auto" report its name and the number of runs before each run."""
+    """Make ``forward`` of each candidate first report its name and the number of runs so far."""
     num_runs = count()
 
     def announced(name: str, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

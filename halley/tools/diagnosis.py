@@ -19,7 +19,7 @@ from halley.strategies.registry import STRATEGIES
 from halley.tools.timer import installed_version
 
 
-# Optional packages, with the extra of halley-moe that installs them.
+# Optional packages, each with the extra of halley-moe that installs it.
 OPTIONAL_PACKAGES = {
     "matplotlib": "plot",
     "safetensors": "hf",
@@ -54,7 +54,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyState:
-    """Whether a strategy can run on this machine."""
+    """Whether a strategy can run on this machine, and the reasons if it cannot."""
 
     name: str
     needs: dict[str, bool]  # requirements of the strategy, and whether each is met
@@ -64,7 +64,7 @@ class StrategyState:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The result of ``halley doctor``: versions, devices, links and strategies of a machine."""
+    """Versions, devices, links and strategies of a machine, which ``halley doctor`` prints."""
 
     versions: dict[str, str | None]  # versions by name; None if not installed
     packages: dict[str, str | None]  # versions of the optional packages
@@ -76,7 +76,7 @@ class Machine:
 
 
 def examine_machine() -> Machine:
-    """Find versions, devices, links and usable strategies of this machine, without other ranks."""
+    """Return versions, devices and links of this machine, and whether each strategy can run."""
     devices = [*_gpus(), _cpu()]
     backends = {
         "gloo": dist.is_available() and dist.is_gloo_available(),
@@ -140,12 +140,12 @@ def check_strategy(
 
 
 def parse_topology(text: str) -> dict[tuple[int, int], str]:
-    """Return the link of each pair of GPUs from the output of ``nvidia-smi topo -m``.
+    """Return links by pair of GPU indices of nvidia-smi, from the text of ``nvidia-smi topo -m``.
 
     Example: the row ``GPU0  X  NV18  PHB`` gives {(0, 1): "NV18", (0, 2): "PHB"}.
     """
     rows = [line.split() for line in _ANSI.sub("", text).splitlines()]
-    # The header begins with GPU0, like the row of GPU 0. In that row, "X" follows.
+    # The header and the row of GPU 0 both begin with "GPU0". Only in the row does "X" follow.
     header = next((row for row in rows if row[:1] == ["GPU0"] and "X" not in row[:2]), [])
     columns = [word for word in header if re.fullmatch(r"GPU\d+", word)]
     return {
@@ -207,7 +207,7 @@ def _links() -> list[Link]:
 
 
 def _smi_indices() -> dict[int, int]:
-    """Map a GPU's index in torch, which CUDA_VISIBLE_DEVICES may reorder, to that in nvidia-smi."""
+    """Return nvidia-smi's GPU indices by torch's, which CUDA_VISIBLE_DEVICES may reorder."""
     answer = _ask_smi("--query-gpu=index,uuid", "--format=csv,noheader")
     pairs = re.findall(r"^(\d+), (?:GPU-)?(\S+)$", answer, re.MULTILINE)
     index_of = {uuid: int(index) for index, uuid in pairs}
@@ -228,7 +228,7 @@ def _ask_smi(*arguments: str) -> str:
 
 
 def _try_grouped_gemm(device: str) -> str | None:
-    """Run a small grouped GEMM on a device; return its error in one line, or None."""
+    """Run a small grouped GEMM of torch; return its error in one line, "wrong values", or None."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     try:
         rows = torch.ones(16, 16, device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Measure MoE layers with each strategy: values, time, lower bound, waits and memory."""
+"""Measure MoE layers by strategy: errors of values, time, lower bound, waits and memory."""
 
 import os
 import statistics
@@ -113,11 +113,11 @@ def bench_layer(
 
 
 def _hidden(row: Row, rows: list[Row], device: torch.device) -> float | None:
-    """Return the time that ``fused`` saves over ``unfused``, as a share of the wire time.
+    """Return the time that ``fused`` saves over ``unfused`` as a fraction of wire time, or None.
 
-    The share is cut to 1, because ``fused`` also hides copies within the rank. The result is None
-    for other strategies, if one of the two has no time, and on a CPU, where the interpreter
-    dominates the time.
+    Above 1, the fraction is cut to 1, because ``fused`` also hides copies within the rank. It is
+    negative if ``fused`` is slower. It is None for lines of other strategies, if one of the two has
+    no time, and on a CPU, where the interpreter dominates the time.
     """
     same = [each for each in rows if each["direction"] == row["direction"]]
     unfused_us = {each["strategy"]: each["median_us"] for each in same}.get("unfused")
@@ -136,10 +136,10 @@ def _check_values(
     *,
     on_progress: Callable[[int, int], None],
 ) -> dict[str, tuple[float, bool]]:
-    """Return the largest relative error of each candidate, and whether its bits are as expected.
+    """Return each candidate's largest error, and whether its bits equal the first's; a collective.
 
-    Expected are the bits of the first candidate with the same GEMM implementation. A forward pass
-    without gradients must also give the output of one with gradients.
+    Errors are relative. The first is the first candidate with the same GEMM implementation. Forward
+    without gradients must also give the bits of forward with gradients.
     """
     expected, device = reference_outputs(tensors), tensors.x_TD.device
     first: dict[
@@ -164,7 +164,7 @@ def _check_values(
 def _runner(
     name: str, strategy: AbstractStrategy, tensors: LayerTensors, direction: str
 ) -> Callable[[], object]:
-    """Return a function that runs a candidate once, as a CUDA graph if the candidate is one."""
+    """Return a function that runs a candidate once, as a CUDA graph if its setting is "graph"."""
     run = partial(outputs_of, strategy, tensors, backward=direction != "forward")
     is_graph = name.endswith(f" {GRAPH}")
     return captured(run, device=tensors.x_TD.device) if is_graph else run
@@ -173,7 +173,7 @@ def _runner(
 def _best_settings(
     strategies: list[str], runs: dict[str, Callable[[], object]], tensors: LayerTensors
 ) -> dict[str, str]:
-    """Return the fastest candidate of each strategy, given the candidates with correct values."""
+    """Return the name of each strategy's fastest candidate in ``runs``, if any; a collective."""
     best: dict[str, str] = {}
     for strategy in strategies:
         settings = {n: run for n, run in runs.items() if n.partition(" ")[0] == strategy}
@@ -187,7 +187,7 @@ def _best_settings(
 
 
 def _untimed_keys(run: Callable[[], object], recorder: Recorder, tensors: LayerTensors) -> Row:
-    """Measure exposed communication, host time and memory of a candidate, in untimed runs."""
+    """Run a candidate again; return its waits, sent bytes, peak MiB and host time; a collective."""
     device, group = tensors.x_TD.device, tensors.groups.ep
     exposed_us = measure_waits(run, recorder, device=device, group=group)
     peak_mib = 0.0
@@ -218,7 +218,7 @@ def _untimed_keys(run: Callable[[], object], recorder: Recorder, tensors: LayerT
 
 
 def _symm_mib(strategy: AbstractStrategy) -> float | None:
-    """Return the MiB of symmetric memory that a strategy uses on each rank; None if none."""
+    """Return the MiB of symmetric memory that a strategy has on this rank, or None without any."""
     is_auto = isinstance(strategy, AutoStrategy)
     num_bytes = 0
     for candidate in strategy.candidates.values() if is_auto else [strategy]:
@@ -237,7 +237,7 @@ def _row(
     gemm_us: float,
     crossing_us: float,
 ) -> Row:
-    """Return the result line of a layer and a strategy, with its lower bound and without times.
+    """Return a result line with sizes and lower bound; its measured values are still None or 0.
 
     The GEMMs of forward take ``gemm_us``, and those of backward twice as long. Forward and backward
     have one dispatch and one combine each, which take ``crossing_us`` on the wire.
@@ -272,7 +272,7 @@ def _row(
 
 
 def _link_name(device: torch.device) -> str | None:
-    """Return the link between GPUs: "nvlink", or how NCCL's environment variables slow it down."""
+    """Return NCCL's setting: "sockets", "channels" (one channel), else "nvlink"; None on a CPU."""
     if device.type != "cuda":
         return None
     if os.environ.get("NCCL_NET") == "Socket" and "NCCL_HOSTID" in os.environ:
@@ -293,14 +293,14 @@ def measure_layers(
     on_progress: Progress = no_progress,
     on_rows: Callable[[list[Row]], object] | None = None,
 ) -> list[Row]:
-    """Measure several layers one after another with each strategy; return all result lines.
+    """Measure layers one after another by each strategy; return all result lines; a collective.
 
     Args:
         strategies: names of strategies; "chunked" is measured with several numbers of chunks.
         num_samples: timed runs of each candidate.
         commit: written into the lines; None takes that of the working tree.
-        max_load: if not 0, fused layers are also measured as CUDA graphs, with buffers for that
-            many times the balanced load.
+        max_load: if not 0, fused, unfused and strategies across nodes are also measured as CUDA
+            graphs, with buffers for that many times the balanced load.
         case_name: the key "case" of the lines, which names their file.
         on_progress: called with a text, the runs done and the total.
         on_rows: called on every rank after each case with the lines so far.

@@ -1,4 +1,4 @@
-"""Draw the tensors of one MoE layer for a measurement, and compute its correct outputs."""
+"""Draw the tensors of one MoE layer to measure; compute its correct output and gradients."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -31,14 +31,14 @@ class LayerCase:
     skew: str = "balanced"  # load of the experts, in the syntax of ``skew.parse_load``
     dtype: torch.dtype = torch.bfloat16  # of tokens and expert weights
     seed: int = 0  # of tokens, weights and routing
-    # The most experts that a rank holds beyond an even share, in a placement that is planned for
+    # Most experts that a rank may hold beyond ``ceil(E / W)``, in a placement that is planned for
     # the drawn routing; None for the plain placement.
     spare: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTensors:
-    """The tensors of a benchmark layer on this rank; tokens and all weights require gradients.
+    """A benchmark layer on this rank; tokens, routing weights and expert weights require gradients.
 
     The last three attributes are None if the experts have the plain placement.
 
@@ -48,7 +48,7 @@ class LayerTensors:
         routing: the experts of each token.
         experts: weights of this rank's experts.
         grad_TD: gradient of the layer's output.
-        counts_WE: routed rows from each rank to each expert, or to each replica of an expert.
+        counts_WE: numbers of routed rows from each rank to each expert, or to each replica.
         placement: the experts of each rank, planned for the load.
         replicas: sums the gradients of replicas; None if no expert has several replicas.
         to_replicas: maps the expert ids of tokens to ids of replicas.
@@ -65,14 +65,14 @@ class LayerTensors:
     to_replicas: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def run(self, strategy: AbstractStrategy) -> torch.Tensor:
-        """Return the output of the layer, computed as ``MoELayer`` does after its router."""
+        """Run the strategy; return the layer's output. Its backward sums gradients of replicas."""
         experts = self.experts
         if self.replicas is not None:
             experts = share_gradients(experts, self.replicas)
         return strategy.forward(self.x_TD, self.routed(), experts)
 
     def routed(self) -> Routing:
-        """Return the routing for a strategy, whose ids are those of replicas if there are any."""
+        """Return the routing for a strategy, with ids of replicas if a placement is planned."""
         if self.to_replicas is None:
             return self.routing
         return replace(self.routing, topk_idx_TK=self.to_replicas(self.routing.topk_idx_TK))
@@ -94,7 +94,7 @@ def make_tensors(
     device: torch.device,
     recorder: Recorder | None = None,
 ) -> LayerTensors:
-    """Draw random tokens, routing, weights and output gradients of this rank from the seed.
+    """Draw this rank's tokens, routing, weights and output gradient from the seed; a collective.
 
     ``recorder`` records the waits for the gradients of replicas.
     """
@@ -154,7 +154,7 @@ def _draw_experts(
     generator: torch.Generator,
     recorder: Recorder | None,
 ) -> GroupedExperts:
-    """Draw the weights of this rank's experts; replicas of an expert get equal weights."""
+    """Return this rank's experts with random weights, equal for all replicas of an expert."""
     moe, hidden = case.model.moe, case.model.hidden_size
     held = GroupedExperts(
         replace(moe, expert_bias=False),
@@ -182,7 +182,7 @@ def _draw_experts(
 def outputs_of(
     strategy: AbstractStrategy, tensors: LayerTensors, *, backward: bool = True
 ) -> list[torch.Tensor]:
-    """Run a layer by a strategy; return its output, and with backward the gradients of leaves."""
+    """Run a strategy; return the layer's output, and with backward the gradients of its leaves."""
     if not backward:
         with torch.no_grad():
             return [tensors.run(strategy)]
@@ -192,7 +192,7 @@ def outputs_of(
 
 
 def reference_outputs(tensors: LayerTensors) -> list[torch.Tensor]:
-    """Compute the correct result of ``outputs_of`` by ``core/reference.py``; a collective.
+    """Return the correct ``outputs_of`` with backward, by ``core/reference.py``; a collective.
 
     Each rank runs its own experts (or shards of them) for the tokens of all ranks. An all-reduce
     sums the partial outputs.
@@ -210,7 +210,7 @@ def reference_outputs(tensors: LayerTensors) -> list[torch.Tensor]:
     local = placement.experts_WL[own_set]
 
     def run_experts(chosen: Sequence[int]) -> torch.Tensor:
-        """Return the summed output of some experts of this rank, for the tokens of all ranks."""
+        """Return the weighted sum of outputs of ``chosen`` experts for the tokens of all ranks."""
         # Slots of other experts count as dropped. The last element stays DROPPED: the id -1 of a
         # dropped slot selects it.
         local_idx_E = torch.full((placement.num_experts + 1,), DROPPED, device=idx_AK.device)
@@ -239,12 +239,12 @@ def reference_outputs(tensors: LayerTensors) -> list[torch.Tensor]:
 
 
 def _gather(rows: torch.Tensor, groups: ParallelGroups) -> torch.Tensor:
-    """Concatenate the rows of all ranks of the expert-parallel group."""
+    """Return the rows of all expert-parallel ranks, concatenated in rank order; a collective."""
     return gather_table(rows.flatten(), group=groups.ep).view(-1, rows.shape[1])
 
 
-# Largest ``relative_error`` of correct values. A layer rounds about four times, and each rounding
-# adds at most half a unit in the last place (8 bits in bfloat16, 11 in float16).
+# Largest ``relative_error`` that counts as correct. A layer rounds about four times, and each
+# rounding adds at most half a unit in the last place (of 8 bits in bfloat16, 11 in float16).
 RELATIVE_TOLERANCE: dict[torch.dtype, float] = {
     torch.float64: 1e-12,
     torch.float32: 1e-6,

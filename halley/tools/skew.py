@@ -14,7 +14,7 @@ def balanced_load(num_experts: int) -> torch.Tensor:
 
 
 def load_with_std(num_experts: int, *, std: float, top_k: int) -> torch.Tensor:
-    """Return shares of the experts that decrease linearly and have the standard deviation ``std``.
+    """Return experts' shares of routed rows, linearly decreasing, with standard deviation ``std``.
 
     A share lies between 0 and ``1 / top_k``, because a token chooses an expert at most once.
 
@@ -37,9 +37,9 @@ def load_with_std(num_experts: int, *, std: float, top_k: int) -> torch.Tensor:
 
 
 def zipf_load(num_experts: int, *, exponent: float, top_k: int) -> torch.Tensor:
-    """Return shares of the experts proportional to ``1 / (1 + index of the expert) ** exponent``.
+    """Return experts' shares, proportional to ``1 / (1 + index) ** exponent``, at most 1 / top_k.
 
-    A share is capped at ``1 / top_k``; the rest is divided among the other experts in proportion.
+    The excess of larger shares is divided among the other experts, in proportion to their shares.
     """
     if exponent < 0:
         raise ValueError(f"exponent ({exponent}) must be at least 0")
@@ -47,7 +47,7 @@ def zipf_load(num_experts: int, *, exponent: float, top_k: int) -> torch.Tensor:
     weight_E, cap = place_E.pow(-exponent), 1.0 / top_k
     capped_E = torch.zeros_like(weight_E, dtype=torch.bool)
     share_E = weight_E / weight_E.sum()
-    # Each cut raises the other shares, so more of them may have to be cut.
+    # Each cap raises the other shares, so that more of them may exceed the cap.
     while bool((share_E > cap * (1 + 1e-12)).any()):
         capped_E |= share_E > cap
         rest = 1.0 - cap * int(capped_E.sum())
@@ -56,7 +56,7 @@ def zipf_load(num_experts: int, *, exponent: float, top_k: int) -> torch.Tensor:
 
 
 def one_hot_load(num_experts: int, *, top_k: int) -> torch.Tensor:
-    """Return the shares of the experts if every token chooses the first, the others balanced."""
+    """Return shares of experts if every token chooses expert 0 and the rest is divided equally."""
     if num_experts == 1:
         return torch.ones(1, dtype=torch.float64)
     rest = (1.0 - 1.0 / top_k) / (num_experts - 1)
@@ -66,7 +66,7 @@ def one_hot_load(num_experts: int, *, top_k: int) -> torch.Tensor:
 
 
 def parse_load(text: str, *, num_experts: int, top_k: int) -> torch.Tensor:
-    """Return the load for a text: "balanced", "std:0.032", "cv:0.256", "zipf:1.2" or "one-hot".
+    """Return shares of experts for "balanced", "std:0.032", "cv:0.256", "zipf:1.2" or "one-hot".
 
     "cv" is the standard deviation over the mean share. For 8 experts "cv:0.256" equals "std:0.032",
     and it is equally uneven for any other number of experts. Other texts are a ``ValueError``.
@@ -100,7 +100,7 @@ def sample_routing(
     generator: torch.Generator,
     device: torch.device | str = "cpu",
 ) -> Routing:
-    """Draw ``top_k`` different experts for each token, so that each expert gets its share of rows.
+    """Draw ``top_k`` different experts for each token, with ``load_E`` as expected shares of rows.
 
     Uses systematic sampling. For each token, the experts lie on a line in random order, and expert
     e covers the length ``top_k * load_E[e]``. The points u, u + 1, ... with a random u in [0, 1)
@@ -133,7 +133,7 @@ def sample_routing(
     start_T1 = torch.rand(num_tokens, 1, generator=generator, dtype=torch.float64)
     points_TK = start_T1 + torch.arange(top_k, dtype=torch.float64)
     place_TK = torch.searchsorted(covered_TE, points_TK, right=True).clamp_max(load_E.numel() - 1)
-    # No weight is nearly 0: a wrong output of its expert would not be noticed.
+    # No weight is nearly 0, because a wrong output of that expert would then not be noticed.
     weights_TK = torch.rand(num_tokens, top_k, generator=generator).clamp_min(1e-3)
     weights_TK /= weights_TK.sum(1, keepdim=True)
     return Routing(

@@ -1,4 +1,4 @@
-"""Time callables on all ranks, and make, name and write the result lines of benchmarks."""
+"""Time callables on all ranks, and write result lines of benchmarks as JSON, a file per case."""
 
 import datetime
 import gc
@@ -45,7 +45,7 @@ class Timing:
 
 
 def summarise(samples_us: Sequence[float]) -> Timing:
-    """Return the median and percentiles of samples in us, interpolated between samples."""
+    """Return the median, 10th and 90th percentile of samples, interpolated between samples."""
     p10_us, p90_us = np.percentile(samples_us, [10, 90])
     return Timing(
         median_us=statistics.median(samples_us),
@@ -64,7 +64,7 @@ def time_interleaved(
     group: dist.ProcessGroup | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Timing]:
-    """Time several callables in alternation on all ranks; return the same timings on every rank.
+    """Time callables in alternation; return the same timings, by name, on all ranks; a collective.
 
     Variants alternate (A B C A B C), so that a slowdown of the machine affects all of them. Before
     each run, the caches are overwritten and all ranks synchronise. A sample is the time of the
@@ -116,7 +116,7 @@ def measure_waits(
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> float | None:
-    """Return the microseconds for which the slowest rank waits for communication; a collective.
+    """Return how many us the slowest rank waits for communication, None if unknown; a collective.
 
     The result is the median of three calls of ``run``. It is None if the layers do not record their
     waits. ``recorder`` is that of the layers; it is enabled only during this function.
@@ -137,7 +137,7 @@ def measure_waits(
 def max_over_ranks(
     values: Sequence[float], *, device: torch.device, group: dist.ProcessGroup | None
 ) -> list[float]:
-    """Return the largest of each value on the ranks of a group; a collective if it is not None."""
+    """Return each value's maximum over a group's ranks, a collective; with None, the values."""
     largest = torch.tensor(values, dtype=torch.float64, device=device)
     if group is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -145,11 +145,11 @@ def max_over_ranks(
 
 
 def no_progress(text: str, done: int, total: int) -> None:
-    """Show no progress of a measurement."""
+    """Do nothing: the ``Progress`` of a measurement that shows none."""
 
 
 def start_together(device: torch.device, *, group: dist.ProcessGroup | None = None) -> None:
-    """Return at about the same time on all ranks of a group, each with an idle device.
+    """Return at about the same time on all ranks of a group, with idle devices; a collective.
 
     Ranks leave a barrier up to 100 us apart (measured on 4 H200), and that difference would count
     in a sample. Therefore ranks of one machine agree on a start time of its monotonic clock. The
@@ -163,7 +163,7 @@ def start_together(device: torch.device, *, group: dist.ProcessGroup | None = No
 
 
 def agree_on_begin(device: torch.device, *, group: dist.ProcessGroup | None = None) -> int:
-    """Agree with all ranks on a start time, in ns of the monotonic clock; a collective.
+    """Return a common future time of all ranks, in ns of the monotonic clock, or 0; a collective.
 
     The result is 0 if the ranks are on several machines, which share no clock.
     """
@@ -185,9 +185,9 @@ def _clock_id() -> int:
 
 
 def machine_keys(groups: ParallelGroups, *, device: torch.device, commit: str | None) -> Row:
-    """Return the keys of a result line for the machine, the versions, the commit and the date.
+    """Return keys and values of a result line for the machine, versions, commit and date.
 
-    Without ``commit``, it is that of the working tree that contains this package, or "unknown".
+    ``commit`` None takes that of the working tree that contains this package, or "unknown".
     """
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
     if commit is None:
@@ -208,7 +208,7 @@ def machine_keys(groups: ParallelGroups, *, device: torch.device, commit: str | 
 
 
 def time_keys(timing: Timing) -> Row:
-    """Return the keys of a result line for the times of one measured callable."""
+    """Return keys and values of a result line for the times of one measured callable."""
     return {
         "median_us": round(timing.median_us, 1),
         "p10_us": round(timing.p10_us, 1),
@@ -231,13 +231,13 @@ def machine_name(device: torch.device) -> str:
 
 
 def results_path(folder: Path, row: Row) -> Path:
-    """Return the file of a result line: ``<folder>/<gpu>x<count>/<case>.jsonl``."""
+    """Return the path of the file for a result line: ``<folder>/<gpu>x<count>/<case>.jsonl``."""
     gpu = str(row["gpu"]).lower().removeprefix("nvidia ").replace(" ", "-")
     return folder / f"{gpu}x{row['num_gpus']}" / f"{row['case']}.jsonl"
 
 
 def write_rows(rows: list[Row], folder: Path) -> Path:
-    """Write the result lines of one case and machine, replace their file, and return its path."""
+    """Replace the result file of the rows' case and machine by the rows; return the file's path."""
     path = results_path(folder, rows[0])
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.tmp")

@@ -1,4 +1,4 @@
-"""Profile a step and return its spans; compare the time of a compiled step with its prediction."""
+"""Profile a step as spans, sum their times, and time a compiled step beside its prediction."""
 
 import tempfile
 import warnings
@@ -37,7 +37,7 @@ def trace_step(
     warmup: int = 2,
     group: dist.ProcessGroup | None = None,
 ) -> list[Span]:
-    """Run a step several times, the last time under the profiler, and return its spans.
+    """Run a step several times; return the profiled spans of the last run in order of start time.
 
     All ranks synchronise before the profiled step, and time zero is its start. The streams are:
 
@@ -98,7 +98,7 @@ def _cuda_spans(events: list[FunctionEvent], step: FunctionEvent, *, rank: int) 
 
 def _cpu_spans(events: list[FunctionEvent], step: FunctionEvent, *, rank: int) -> list[Span]:
     comm: list[Span] = []
-    # A recorded part is nested only in recorded parts of its own thread.
+    # Parts nest only in parts of their own thread, so ``innermost`` gets one thread at a time.
     parts_by_thread: dict[int, list[Span]] = {step.thread: []}
     waits = [event for event in events if _is_wait(event)]
     for event in events:
@@ -142,7 +142,7 @@ def _to_span(event: FunctionEvent, stream: str, *, step: FunctionEvent, rank: in
 
 
 def gather_spans(spans: list[Span], group: dist.ProcessGroup | None = None) -> list[Span]:
-    """Return the spans of all ranks of the group, or of all ranks, on every rank; a collective.
+    """Return the spans of all ranks of a group (None: all ranks) on each of them; a collective.
 
     Time zero must be the same moment on all ranks, as in ``trace_step``.
     """
@@ -151,7 +151,7 @@ def gather_spans(spans: list[Span], group: dist.ProcessGroup | None = None) -> l
 
 
 def exposed_comm_us(spans: Iterable[Span]) -> float:
-    """Return the microseconds for which one rank waits for communication.
+    """Return the microseconds of exposed communication in the spans of one rank.
 
     If there are "exposed" spans (of a recorder, or of a trace on a CPU), the result is their total
     time. Otherwise (trace on a GPU, simulation) it is the time of "comm" spans that no "compute"
@@ -168,7 +168,7 @@ def exposed_comm_us(spans: Iterable[Span]) -> float:
 
 
 def time_by_part(spans: Iterable[Span]) -> dict[str, float]:
-    """Return the microseconds of each span name on one rank, longest first, without nested spans.
+    """Return the microseconds by span name on one rank, without nested spans, longest first.
 
     An "exposed" span counts as nested in the computation that it interrupts. Spans of other streams
     do not reduce the time of computation.
@@ -192,7 +192,7 @@ def measure_graphs(
     num_steps: int,
     on_progress: Progress,
 ) -> "tuple[list[OrderReport], float, list[Span]]":
-    """Compile the model of a run with passes, time its steps and trace one; a collective.
+    """Compile a run's model with passes; return predictions, step time and spans; a collective.
 
     The graphs run in eager mode, on random tokens. Rank 0 measures the operators; all ranks measure
     the all-to-alls. ``options`` are those of the compiler backend, which have been checked.
@@ -204,8 +204,8 @@ def measure_graphs(
     Raises:
         RuntimeError: no graph of the step has an all-to-all.
     """
-    # Imported here, because torch's compiler takes seconds to import. Halley's interpreter must be
-    # installed before Dynamo imports Triton, so this import is first.
+    # Imported here, because torch's compiler takes seconds to import. ``halley.compiler`` is first:
+    # it installs Halley's interpreter, which must happen before Dynamo imports Triton.
     from halley.compiler import Backend
     from halley.planner.graph_plan import compile_step
 
@@ -241,7 +241,7 @@ def measure_graphs(
 
 
 def simulated_step(reports: "Sequence[OrderReport]", *, passed: bool) -> list[Span]:
-    """Return simulated spans of a step, forward then backward, after or before compiler passes."""
+    """Return simulated spans of a step, forward then backward; ``passed``: with compiler passes."""
     step: list[Span] = []
     for report in reports:
         zero_us = max((span.end_us for span in step), default=0.0)

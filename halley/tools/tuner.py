@@ -34,11 +34,11 @@ from halley.tools.timer import Progress, max_over_ranks, no_progress, time_inter
 Space = dict[str, tuple[str, ...]]
 
 
-# Settings for two CTAs per SM, each with half a tile.
+# Settings for two GEMM CTAs per SM, each with tiles of half the default width.
 _TWO_PER_SM = "{0}.block_n=128 {0}.num_warps=4 {0}.num_stages=3 {0}.per_sm=2"
-# Settings for two tiles per loop. The buffer for the store of a tile replaces a pipeline stage.
+# Settings for two tiles per loop. A store then needs a buffer, which replaces a pipeline stage.
 _TWO_PER_LOOP = "{0}.run=2 {0}.num_stages=3"
-# Values to try, by group. A value is one setting, or several that are useful only together.
+# Values to try, by group of settings. A value is one setting, or several that need each other.
 SPACE: Space = {
     "fetch_elements": ("fetch_elements=1024", "fetch_elements=4096"),
     "chunk_columns": ("chunk_columns=256", "chunk_columns=1024 combine_rows=4"),
@@ -66,7 +66,7 @@ def tune_layer(
     num_samples: int = 7,
     on_progress: Progress = no_progress,
 ) -> TunedConfig:
-    """Find the fastest kernel configuration of a fused layer with backward; a collective.
+    """Return the fastest measured kernel configuration for ``fused`` with backward; a collective.
 
     ``space`` has the form of ``SPACE``; each setting is timed ``num_samples`` times. A
     ``RuntimeError`` means that the default kernel configuration gives wrong values.
@@ -102,8 +102,8 @@ def tune_layer(
         if times_us[fastest] < (1 - _MIN_GAIN) * times_us[""]:
             best = candidates[fastest]
     if best:
-        # The groups of settings were timed at different moments, so compare the best configuration
-        # with the default one again.
+        # The groups were timed at different moments, so the best and the default configuration are
+        # timed again, in alternation.
         times_us = time({"": (), "best": best})
         default_us, best_us = times_us[""], times_us["best"]
         if best_us > (1 - _MIN_GAIN) * default_us:
@@ -120,7 +120,7 @@ def tune_layer(
 
 
 def fits(config: KernelConfig, tensors: LayerTensors) -> bool:
-    """Return whether the tiles of a kernel configuration fit the shared memory and registers."""
+    """Return whether tiles fit registers and shared memory of an SM, and divide column chunks."""
     itemsize = tensors.x_TD.itemsize
     step_bytes = config.combine_rows * config.chunk_columns * itemsize  # a step of a combining CTA
     for tile, combines in (
@@ -129,14 +129,14 @@ def fits(config: KernelConfig, tensors: LayerTensors) -> bool:
         gemm_bytes = tile.num_stages * (config.block_m + tile.block_n) * tile.block_k * itemsize
         if tile.run > 1:  # the store of a tile overlaps the next loop, so it needs a buffer
             gemm_bytes += config.block_m * tile.block_n * itemsize
-        # The bytes of each CTA of one SM: those of the GEMM, and combining CTAs beside them.
+        # Bytes of shared memory of each CTA on an SM: GEMM CTAs, then combining CTAs beside them.
         ctas = [gemm_bytes] * tile.per_sm
         ctas += [(config.combine_stages - 1) * step_bytes] * config.combiners_beside * combines
         if max(ctas) > _SHARED_BYTES - _RESERVED_BYTES:
             return False
         if sum(num_bytes + _RESERVED_BYTES for num_bytes in ctas) > _SHARED_BYTES:
             return False
-        # The accumulators are float32 in registers. A quarter is left for everything else.
+        # Float32 accumulators may take three quarters of the registers; a quarter is for the rest.
         if tile.per_sm * config.block_m * tile.block_n > _REGISTERS * 3 // 4:
             return False
     return config.chunk_columns % max(config.down.block_n, config.up_grad.block_n) == 0
@@ -149,7 +149,7 @@ def _strategy(config: KernelConfig, tensors: LayerTensors) -> FusedStrategy:
 
 
 def _compile(candidates: list[KernelConfig], base: KernelConfig, tensors: LayerTensors) -> None:
-    """Compile the kernels of several configurations into Triton's cache, some on each rank.
+    """Compile kernels of configurations into Triton's cache, some on each rank; a collective.
 
     A configuration that also has the best settings of earlier groups is compiled when it is tried.
     """
@@ -168,7 +168,7 @@ def _compile(candidates: list[KernelConfig], base: KernelConfig, tensors: LayerT
 
 
 def _is_correct(config: KernelConfig, expected: list[torch.Tensor], tensors: LayerTensors) -> bool:
-    """Return whether all ranks compute correct values with a kernel configuration; a collective."""
+    """Return whether a configuration compiles and gives correct values on all ranks; collective."""
     strategy, device = _strategy(config, tensors), tensors.x_TD.device
     tolerance = RELATIVE_TOLERANCE[tensors.x_TD.dtype]
     try:
@@ -188,7 +188,7 @@ def _time(
     tensors: LayerTensors,
     num_samples: int,
 ) -> dict[str, float]:
-    """Return the median time of forward with backward of each candidate, in microseconds."""
+    """Return the median microseconds of forward with backward by candidate; a collective."""
     strategies = {
         name: _strategy(base.changed(settings), tensors) for name, settings in candidates.items()
     }
@@ -202,5 +202,5 @@ def _time(
     for strategy in strategies.values():
         strategy.workspaces.close()
     if tensors.x_TD.is_cuda:
-        torch.cuda.empty_cache()  # buffers of the next group do not come from torch's pool
+        torch.cuda.empty_cache()  # the next workspaces allocate outside of torch's pool
     return {name: timing.median_us for name, timing in timings.items()}

@@ -1,4 +1,4 @@
-"""Save and load checkpoints of training; a crash never damages an older one.
+"""Save and load checkpoints of training; a crash during a save damages no earlier checkpoint.
 
 A checkpoint is a folder ``step-00000100`` with files of torch.distributed.checkpoint (DCP) and a
 manifest with the size and checksum of each. It is written to ``step-00000100.tmp``, flushed to the
@@ -42,7 +42,7 @@ _PROBE = bytes(1 << 20)
 
 
 def check_writable(folder: Path) -> None:
-    """Create a folder and a file in it; raise ``ValueError`` if that fails."""
+    """Create a folder if missing, and a temporary file in it; ``ValueError`` if either fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -61,7 +61,7 @@ def save_checkpoint(
     keep: int,
     notes: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write a checkpoint, delete old checkpoints, and return the new folder. Collective.
+    """Write a checkpoint, delete older ones beyond ``keep``, return the new folder. Collective.
 
     If a file or folder with the name of the checkpoint exists, such as a damaged checkpoint, it is
     renamed to ``<name>.replaced-1``.
@@ -110,7 +110,7 @@ def _begin_draft(draft: Path) -> None:
 
 
 def _publish(draft: Path, path: Path, *, keep: int) -> None:
-    """Rename a finished checkpoint to its final name; delete all but the ``keep`` newest complete.
+    """Rename the folder ``draft`` to ``path``; delete complete checkpoints but the ``keep`` newest.
 
     Damaged checkpoints, and checkpoints of later steps, are neither counted nor deleted.
     """
@@ -126,7 +126,7 @@ def _publish(draft: Path, path: Path, *, keep: int) -> None:
 
 
 def find_newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint, or None if there is no checkpoint. Collective.
+    """Return the folder of the newest complete checkpoint, or None if none exists. Collective.
 
     Every file is read and compared with its checksum; the ranks divide the files. For newer,
     damaged checkpoints, rank 0 gives one warning. If all are damaged, a ValueError names the
@@ -164,7 +164,7 @@ def load_checkpoint(path: Path, state: dict[str, object]) -> int:
         try:
             load(state, storage_reader=SafeReader(path, manifest.files))
         except CheckpointException as error:
-            # DCP's planner raises these types if a checkpoint's entries do not match the state.
+            # DCP's planner raises RuntimeError or ValueError if entries do not match the state.
             misfits = [isinstance(e, RuntimeError | ValueError) for e, _ in error.failures.values()]
             if error.args[0] == "plan" and all(misfits):
                 raise ValueError(
@@ -175,13 +175,13 @@ def load_checkpoint(path: Path, state: dict[str, object]) -> int:
 
 
 def find_free_name(folder: Path, stem: str) -> Path:
-    """Return the first of ``<stem>-1``, ``<stem>-2``, ... that does not exist."""
+    """Return the first path of ``<stem>-1``, ``<stem>-2``, ... in a folder that does not exist."""
     paths = (folder / f"{stem}-{number}" for number in itertools.count(1))
     return next(path for path in paths if not os.path.lexists(path))
 
 
 def _find_write_error(folder: Path) -> str:
-    """Return why some rank cannot write to a folder, such as a full disk, or "". Collective.
+    """Write a file on each rank; return the first failed rank and its error, or "". Collective.
 
     DCP replaces the operating system's error by one of its own, without the reason.
     """
@@ -200,7 +200,7 @@ def _find_write_error(folder: Path) -> str:
 
 
 def _find_defect(path: Path) -> str | None:
-    """Compare the files of a checkpoint with its manifest; return a defect, or None. Collective."""
+    """Check metadata and files of a checkpoint; return one defect in words, or None. Collective."""
 
     def read() -> Manifest:
         manifest = _read_complete(path)
@@ -222,7 +222,7 @@ def _find_defect(path: Path) -> str | None:
 
 
 def _read_complete(path: Path) -> Manifest:
-    """Return the manifest of a checkpoint after a check of the type and size of each file."""
+    """Return a checkpoint's manifest; ``ValueError`` if a file is missing or has another size."""
     manifest = read_manifest(path)
     for name, record in manifest.files.items():
         if defect := find_defect(path, name, record, by_size=True):
@@ -240,7 +240,7 @@ def _step_of(path: Path) -> int:
 
 
 def _checksum_own_files(folder: Path, rank: int) -> dict[str, str]:
-    """Return the checksums of the checkpoint files that a rank has written, by name."""
+    """Return the checksum of each file in a folder that DCP wrote on this rank, by file name."""
 
     def is_own(path: Path) -> bool:
         shard = _SHARD_NAME.fullmatch(path.name)
@@ -280,7 +280,7 @@ def _cause(error: CheckpointException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence DCP's warning that a process without a process group saves and loads alone."""
+    """In the block, silence DCP's warning that a process without a group saves and loads alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
         yield

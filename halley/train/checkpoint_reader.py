@@ -37,7 +37,7 @@ def checkpoint_tensors(
     *,
     groups: ParallelGroups,
 ) -> dict[str, object]:
-    """Return parameters, or tensors of their shapes, by name in the layout of checkpoints.
+    """Return views of parameters, or of tensors of their shapes, in checkpoint layout, by name.
 
     The layout does not depend on the number of ranks. Stacked expert weights become DTensors
     sharded over the expert-parallel group, or ``ExpertShards`` where experts have a placement.
@@ -63,11 +63,11 @@ def checkpoint_tensors(
 
 @final
 class ExpertShards(torch.Tensor):
-    """A tensor of all experts, ``(E, ...)``, of which this rank has the experts that it holds.
+    """A tensor of all experts, ``(E, ...)``, with memory only for the experts that this rank holds.
 
     It has the methods that DCP asks of a tensor subclass (``torch.distributed._checkpointable``).
     Each expert is a chunk of its own, unlike the contiguous rows of a DTensor shard. DCP writes an
-    expert with several replicas once, and reads it on each rank.
+    expert with several replicas once, and reads it on each rank that holds one.
     """
 
     _chunks: list[ChunkStorageMetadata]
@@ -77,7 +77,7 @@ class ExpertShards(torch.Tensor):
     def __new__(
         cls, own_LX: torch.Tensor, expert_ids: Sequence[int], num_experts: int
     ) -> "ExpertShards":
-        """Wrap this rank's expert tensors, ``(L, ...)``; loading a checkpoint writes into them."""
+        """Wrap ``own_LX``, this rank's experts; loading a checkpoint writes into its memory."""
         inner = own_LX.shape[1:]
         shards: Any = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls, torch.Size([num_experts, *inner]), dtype=own_LX.dtype, device=own_LX.device
@@ -118,7 +118,7 @@ class ExpertShards(torch.Tensor):
 METADATA_FILE = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
 
-# Names of the classes that occur in DCP's metadata, by module.
+# Names of the classes and functions that pickles of DCP's metadata contain, by module.
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {
         "ChunkStorageMetadata",
@@ -131,16 +131,16 @@ _RECORDS = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    # Classes of the checkpoint's folder, whose module differs between Python versions.
+    # Classes of the path of the folder; their module differs between Python versions.
     "pathlib": {"PosixPath", "WindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},
 }
 
 
 def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
-    """Read the metadata of a checkpoint whose entries are all tensors inside its ``files``.
+    """Return a checkpoint's DCP metadata; ``ValueError`` if an entry is no tensor in ``files``.
 
-    Anything else that ``.metadata`` holds, or names as a class, is a ``ValueError``.
+    The pickle ``.metadata`` may name only classes that DCP writes. It may not exceed 1 GiB.
     """
     path = folder / METADATA_FILE
     try:
@@ -161,23 +161,23 @@ def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
 
 @final
 class SafeReader(FileSystemReader):
-    """Reads the tensors of a checkpoint with metadata that ``read_metadata`` has checked."""
+    """DCP's file reader, with metadata that the module's ``read_metadata`` has checked."""
 
     def __init__(self, folder: Path, files: Mapping[str, FileRecord]) -> None:
         super().__init__(folder)
         self._metadata = read_metadata(folder, files)
 
-    # DCP looks for per-rank metadata only if this method has the base class's keyword arguments.
+    # Without the base class's keyword arguments, so that DCP looks for no per-rank metadata.
     def read_metadata(self) -> Metadata:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self._metadata
 
 
 class _ForbiddenClassError(ValueError):
-    """A pickle names a class or function that DCP does not write."""
+    """Raised if a pickle names a class or function that DCP does not write."""
 
 
 class _Record:
-    """The inert content of one pickled object."""
+    """The arguments or state of a pickled object, kept as data: its class is never called."""
 
     def __init__(self, *arguments: object) -> None:
         self.state: object = arguments
@@ -187,7 +187,7 @@ class _Record:
 
 
 class _RecordUnpickler(pickle.Unpickler):
-    """Unpickles DCP's classes as records, keeps torch's dtypes and sizes, and refuses other names.
+    """Unpickles DCP's classes as ``_Record``s, torch's dtypes and sizes as such, and nothing else.
 
     Each unpickler has its own record classes, because a pickle can set attributes of classes.
     """

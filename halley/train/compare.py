@@ -24,7 +24,7 @@ STEP, EXPOSED, OTHER = "step", "exposed communication", "other"
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """The time of each part of a training step with one strategy.
+    """The microseconds of each part of a training step with one strategy, and one step's spans.
 
     A time excludes nested parts. It is the median over steps of the mean over ranks. ``STEP`` is
     the whole step, ``OTHER`` the time outside of all parts, and ``EXPOSED`` the time of all waits
@@ -43,13 +43,13 @@ def compare_strategies(
     num_steps: int,
     on_progress: Callable[[int, int], None],
 ) -> dict[str, StepProfile]:
-    """Profile ``num_steps`` timed training steps of each strategy, by name. Collective.
+    """Time ``num_steps`` training steps of each strategy; return profiles by name. Collective.
 
     Each strategy has its own model in memory, so that their steps can alternate. The strategy of
     ``config`` is ignored. ``on_progress`` is called with the steps done and the total.
     """
     if any(name.partition(":")[0] in _INTERPRETED for name in strategies):
-        # torch's optimizers import Triton; the interpreter must be installed before that.
+        # torch's optimizers import Triton, and this package must be imported before Triton.
         import halley.interpreter  # noqa: F401  # pyright: ignore[reportUnusedImport]
     runs = {
         name: build_run(dataclasses.replace(config, strategy=name), world) for name in strategies
@@ -84,7 +84,7 @@ def _measure_step(run: TrainingRun, step: int) -> dict[str, float]:
 
 
 def _summarise(samples: list[dict[str, float]], world: World) -> dict[str, float]:
-    names = sorted(samples[0])  # sorted, as the order of parts differs between ranks
+    names = sorted(samples[0])  # sorted, since all ranks need one order in the all-reduce
     table = torch.tensor([[sample[name] for name in names] for sample in samples])
     table = table.to(world.device)
     if dist.is_initialized():

@@ -22,24 +22,24 @@ _NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "li
 
 
 def open_corpus(config: RunConfig) -> "Corpus":
-    """Open the training text of a run; ``ValueError`` if text or vocabulary is too small.
+    """Return the ``Corpus`` of a run; ``ValueError`` if its text or vocabulary is too small.
 
-    The text must have at least one sequence, and the vocabulary every byte.
+    The text must have at least ``data.seq_len`` + 1 bytes, and the vocabulary at least 256 entries.
     """
     if config.model.vocab_size < VOCAB_SIZE:
         raise ValueError(
             f"model.vocab_size ({config.model.vocab_size}) must be at least {VOCAB_SIZE}, for bytes"
         )
     path = None if config.data.path is None else Path(config.data.path)
-    # A window has one byte more than a sequence, since each token has a next token as its target.
+    # A window has one byte more than a sequence, because the last token needs a target too.
     return Corpus(find_text_files(path), window=config.data.seq_len + 1)
 
 
 def find_text_files(path: Path | None) -> list[Path]:
-    """List the training files, in an order that is the same on every rank and machine.
+    """Return the non-empty training files, in the same order on every rank and machine.
 
-    ``path`` is a file; a folder, for all non-hidden, non-empty files below it; or None for the
-    Python sources of the standard library.
+    ``path`` is a file; a folder, for all non-hidden files below it; or None for the Python sources
+    of the standard library without its tests.
     """
     left_out, suffix = (_NOT_TEXT, ".py") if path is None else (set[str](), "")
     path = path or Path(sysconfig.get_path("stdlib"))
@@ -73,13 +73,13 @@ def _walk(folder: Path, *, left_out: set[str]) -> list[Path]:
 
 @final
 class Corpus:
-    """Files concatenated with one zero byte between two, read one sequence (window) at a time.
+    """Files concatenated with a zero byte between them, read in windows of ``window`` bytes.
 
     Windows do not overlap and may span files. No text stays in memory.
     """
 
     def __init__(self, files: Sequence[Path], *, window: int) -> None:
-        """Record the sizes of the files, which must have at least ``window`` bytes together."""
+        """Record file sizes; files and zero bytes between must total ``window`` bytes or more."""
         self._window = window
         self._files = list(files)
         self._sizes = [file.stat().st_size for file in self._files]
@@ -93,7 +93,7 @@ class Corpus:
         self.num_windows = num_bytes // window
 
     def read_window(self, index: int) -> np.ndarray:
-        """Return window number ``index``, uint8 (window,), from the files on the disk."""
+        """Read window ``index``, counted from 0, from the files; return uint8 ``(window,)``."""
         assert 0 <= index < self.num_windows
         out = np.zeros(self._window, dtype=np.uint8)
         begin, end = index * self._window, (index + 1) * self._window
@@ -105,7 +105,7 @@ class Corpus:
             lower, upper = max(begin, start), min(end, start + size)
             if lower >= upper:
                 continue
-            # Not a memory map: if a file is truncated meanwhile, a read would raise SIGBUS.
+            # ``fromfile``, since a memory map raises SIGBUS if the file is truncated meanwhile.
             piece = np.fromfile(file, dtype=np.uint8, count=upper - lower, offset=lower - start)
             if piece.size != upper - lower:
                 raise RuntimeError(f"{file} has become shorter while it was read")
@@ -115,24 +115,24 @@ class Corpus:
 
 @final
 class BatchLoader:
-    """Gives a rank its batches of sequences, for any step.
+    """Reads the microbatches of one rank, for any step: tokens and targets, in shuffled order.
 
-    The global batch of a step has the same windows in the same order for any number of ranks:
-    microbatch m of a single rank is the batch of rank m of several ranks.
+    W microbatches on one rank have the same windows as one microbatch on each of W ranks:
+    microbatch m of the single rank is the microbatch of rank m.
     """
 
     def __init__(self, corpus: Corpus, config: TrainConfig, *, rank: int, num_ranks: int) -> None:
         self._corpus, self._config = corpus, config
         self._rank, self._num_ranks = rank, num_ranks
-        # Windows that steps before ``resume`` read beyond as many steps of the present batch size.
+        # Windows read before ``resume``, less those of as many steps with the present batch size.
         self._num_more = 0
 
     def resume(self, step: int, *, num_read: int) -> None:
-        """Continue at ``step``, after steps that read ``num_read`` windows with any batch size."""
+        """Continue at ``step``; all ranks read ``num_read`` windows before, at any batch size."""
         self._num_more += num_read - self.num_read(step)
 
     def num_read(self, step: int) -> int:
-        """Return how many windows of the corpus all ranks together have read before ``step``."""
+        """Return the number of windows that all ranks read before ``step``, repeats included."""
         num_batches = step * self._config.num_microbatches * self._num_ranks
         return self._num_more + num_batches * self._config.batch_size
 

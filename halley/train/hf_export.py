@@ -51,7 +51,7 @@ class Export:
 
 
 def export_run(folder: Path, output: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Export:
-    """Write the newest complete checkpoint of a run as safetensors and ``config.json``.
+    """Write a run's newest complete checkpoint as safetensors and config.json; return a summary.
 
     One process exports, for any number of training ranks, with about one output file in memory.
 
@@ -111,7 +111,7 @@ def export_run(folder: Path, output: Path, *, max_shard_bytes: int = MAX_SHARD_B
 
 
 def read_run_config(folder: Path) -> RunConfig:
-    """Return the configuration in the output folder of a run; ValueError if it is damaged."""
+    """Return the configuration in a run's output folder; ValueError if it is missing or damaged."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ValueError(
@@ -124,7 +124,7 @@ def read_run_config(folder: Path) -> RunConfig:
 
 
 def check_family(config: ModelConfig) -> None:
-    """Raise ``ValueError`` with the differing parts if no Hugging Face family equals the model."""
+    """Raise ``ValueError``, with the differences, unless ``hf_family`` computes the model."""
     if family := config.hf_family:
         if found := differences(config, family):
             raise ValueError(
@@ -140,7 +140,7 @@ def check_family(config: ModelConfig) -> None:
 
 
 def differences(config: ModelConfig, family: str) -> list[str]:
-    """Return in words which parts of a model a Hugging Face family computes differently."""
+    """Return "NAME is A, not B" for each setting that differs in a Hugging Face family."""
     moe, router = config.moe, config.moe.router
     qwen2 = family == "qwen2_moe"
     num_dense = config.num_layers - config.num_moe_layers
@@ -167,7 +167,7 @@ def differences(config: ModelConfig, family: str) -> list[str]:
 
 
 def hf_tensors(name: str, tensor: torch.Tensor, *, family: str) -> dict[str, torch.Tensor]:
-    """Return views of a parameter of ``MoETransformer`` by their names in Hugging Face's files.
+    """Return views of ``tensor``, an ``MoETransformer`` parameter, by name in Hugging Face's files.
 
     A stack of experts gives one or two matrices per expert.
     """
@@ -210,7 +210,7 @@ def hf_config(config: RunConfig) -> dict[str, object]:
         "tie_word_embeddings": False,
         "num_experts_per_tok": moe.top_k,
         "router_aux_loss_coef": moe.router.balance_coefficient,
-        # A vocabulary of bytes has no special tokens; the families' defaults may be 256 or above.
+        # None: a vocabulary of bytes has no special tokens, and default ids may be 256 or above.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -246,7 +246,7 @@ def _model_without_values(config: ModelConfig) -> MoETransformer:
 
 
 def _divide(shapes: dict[str, torch.Size], *, max_bytes: int, itemsize: int) -> list[list[str]]:
-    """Divide tensors, in order, into files of at most ``max_bytes``; return the names in each."""
+    """Return tensor names by file, in order; only a file of one tensor exceeds ``max_bytes``."""
     shards: list[list[str]] = []
     filled = max_bytes
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its step, and the size and checksum of each file."""
+"""The manifest of a checkpoint: its step, notes, and the size and checksum of each file."""
 
 import json
 import os
@@ -26,7 +26,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """Size and checksum of one file of a checkpoint; Halley 0.1 wrote no checksums."""
+    """Size and checksum of a checkpoint file; the checksum is None if Halley 0.1 wrote the file."""
 
     num_bytes: int
     checksum: str | None
@@ -34,7 +34,7 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Content of a checkpoint's manifest: training steps done, notes of the run, files by name."""
+    """Content of a checkpoint's manifest: steps done, notes of the run, file records by name."""
 
     step: int
     notes: dict[str, Any]
@@ -44,7 +44,7 @@ class Manifest:
 def write_manifest(
     folder: Path, *, step: int, notes: Mapping[str, object], checksums: Mapping[str, str]
 ) -> None:
-    """Write the manifest of a checkpoint from its files' checksums, and flush it to the disk."""
+    """Write a checkpoint's manifest, with size and checksum of each file; flush it to the disk."""
     files = {
         name: {"num_bytes": (folder / name).stat().st_size, "xxh3_128": checksum}
         for name, checksum in sorted(checksums.items())
@@ -58,7 +58,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint; ``ValueError`` if it is missing or damaged."""
+    """Return a checkpoint's manifest; ``ValueError`` if missing, damaged or of another step."""
     path = folder / MANIFEST_FILE
     if not os.path.lexists(path):
         raise ValueError(f"{MANIFEST_FILE} is missing")
@@ -77,7 +77,7 @@ def read_manifest(folder: Path) -> Manifest:
 def find_defect(
     folder: Path, name: str, record: FileRecord, *, by_size: bool = False
 ) -> str | None:
-    """Return how a file of a checkpoint differs from its record, or None.
+    """Return in words how a checkpoint file differs from its record, or None if it does not.
 
     The whole file is read, unless the comparison is only ``by_size``.
     """
@@ -111,7 +111,7 @@ def compute_checksum(path: Path) -> str:
 
 
 def _digest_segment(path: Path, start: int) -> bytes:
-    # Not a memory map: if the file is truncated meanwhile, a read would raise SIGBUS.
+    # ``readinto``, since a memory map raises SIGBUS if the file is truncated meanwhile.
     block = memoryview(bytearray(_BLOCK_BYTES))
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
@@ -127,7 +127,7 @@ def _parse(value: object) -> Manifest:
         raise ValueError("it must be an object")
     table = cast(dict[str, Any], value)
     checksum = table.pop("xxh3_128", None)
-    # Manifests of Halley 0.1 have no checksum.
+    # Manifests of Halley 0.1 have no checksum of their own content.
     if checksum is not None and checksum != _checksum_of_json(table):
         raise ValueError("its content does not have its checksum")
     step, notes, files = table.get("step"), table.get("notes", {}), table.get("files")

@@ -20,10 +20,10 @@ from halley.train.checkpoint_reader import checkpoint_tensors
 
 @dataclass(kw_only=True)
 class _Bucket:
-    """Gradients of several parameters in one flat buffer, which one all-reduce sums over ranks."""
+    """A flat buffer of the gradients of some parameters, which one all-reduce sums over ranks."""
 
     group: dist.ProcessGroup | None  # ranks over which to sum; None for this rank alone
-    offsets: dict[str, int] = field(default_factory=dict)  # offset of each parameter in the buffer
+    offsets: dict[str, int] = field(default_factory=dict)  # first element of each in the buffer
     numel: int = 0
     buffer: torch.Tensor | None = None  # float32; None before a step's first gradient
     missing: set[str] = field(default_factory=set)  # parameters without a gradient in this pass
@@ -32,7 +32,7 @@ class _Bucket:
 
 @final
 class GradientBuckets:
-    """Collects the gradients of all backward passes of one step and sums them over ranks.
+    """Adds the gradients of a step's backward passes to buckets; all-reduces sum these over ranks.
 
     A gradient is added to its bucket, and its memory freed, as soon as autograd or a compiled
     backward graph produces it. In the last backward pass of a step, the all-reduce of a bucket
@@ -48,7 +48,7 @@ class GradientBuckets:
         groups: ParallelGroups,
     ) -> None:
         self._parameters = parameters
-        self._buckets: list[_Bucket] = []  # buckets in the order in which backward fills them
+        self._buckets: list[_Bucket] = []  # in the order in which backward should fill them
         open_buckets: dict[bool, _Bucket] = {}
         for name in reversed(list(parameters)):
             is_expert = name in experts
@@ -58,7 +58,7 @@ class GradientBuckets:
                 open_buckets[is_expert] = bucket
             bucket.offsets[name] = bucket.numel
             bucket.numel += parameters[name].numel()
-            # Backward fills last the bucket with the earliest parameter, so it is last in the list.
+            # Its earliest parameter makes backward fill this bucket last, so it moves to the end.
             self._buckets = [each for each in self._buckets if each is not bucket] + [bucket]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.offsets}
         self._collected: set[str] = set()
@@ -70,7 +70,7 @@ class GradientBuckets:
 
     @contextmanager
     def collecting(self, *, last: bool) -> Generator[None]:
-        """Collect the gradients of a backward pass; the ``last`` pass of a step is a collective."""
+        """Add the block's gradients to buckets; the ``last`` pass all-reduces. Collective then."""
         device = next(iter(self._parameters.values())).device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._pending = self._buckets[::-1] if last else []
@@ -90,7 +90,7 @@ class GradientBuckets:
         assert not self._pending, f"{sorted(self._pending[-1].missing)} have no gradient"
 
     def wait_for_sums(self) -> dict[str, torch.Tensor]:
-        """Return the sums of gradients over ranks by parameter name: float32, parameter shapes."""
+        """Wait for the all-reduces; return views of the float32 gradient sums by parameter name."""
         for bucket in self._buckets:
             if bucket.sum is not None:
                 bucket.sum.wait()
@@ -98,13 +98,13 @@ class GradientBuckets:
         return {name: self._view(name) for name in self._parameters}
 
     def clear(self) -> None:
-        """Free the buffers of the gradient sums, after the optimizer step."""
+        """Free the buffers of the buckets; called after the optimizer step."""
         self._collected.clear()
         for bucket in self._buckets:
             bucket.buffer = None
 
     def _on_autograd_gradient(self, name: str, parameter: torch.Tensor) -> None:
-        """Move the gradient that autograd accumulated, if any, to its bucket."""
+        """Add ``parameter.grad``, unless it is None, to its bucket, and set it to None."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
             self._add(name, gradient)
@@ -124,7 +124,7 @@ class GradientBuckets:
             if name in self._collected:
                 self._view(name).add_(gradient)
             else:
-                # This takes two thirds of the time of ``copy_`` with a dtype conversion.
+                # ``_foreach_copy_`` takes two thirds of the time of a converting ``copy_``.
                 torch._foreach_copy_([self._view(name)], [gradient])  # pyright: ignore[reportPrivateImportUsage]
         self._collected.add(name)
         bucket.missing.discard(name)
@@ -135,9 +135,9 @@ class GradientBuckets:
 
     @contextmanager
     def _in_order(self, device: torch.device) -> Generator[None]:
-        """Order the ``with`` block among the work of the main CUDA stream, which owns the buffers.
+        """Run the block's kernels after earlier and before later ones of the main CUDA stream.
 
-        Gradients of shared experts come on another stream.
+        The main stream owns the buffers. Autograd may compute a gradient on another stream.
         """
         if self._stream is None or (stream := torch.cuda.current_stream(device)) == self._stream:
             yield
@@ -154,7 +154,7 @@ class GradientBuckets:
 
 
 def learning_rate(config: OptimizerConfig, step: int, *, num_steps: int) -> float:
-    """Return the learning rate of a step: linear warm-up, then a cosine to ``final_fraction``."""
+    """Return a step's learning rate: linear warm-up, then cosine to ``final_fraction`` of peak."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
@@ -185,7 +185,7 @@ class ModelOptimizer:
         self.gradients = GradientBuckets(self.parameters, self.experts, groups=groups)
         by_decay: dict[float, list[nn.Parameter]] = {}
         for name, master in self.masters.items():
-            # Stacked expert biases have two dimensions but are vectors.
+            # Stacked expert biases have two dimensions but are vectors, without weight decay.
             is_vector = master.ndim < 2 or name.endswith("bias")
             by_decay.setdefault(0.0 if is_vector else config.weight_decay, []).append(master)
         decay = [{"params": each, "weight_decay": rate} for rate, each in by_decay.items()]
@@ -212,12 +212,12 @@ class ModelOptimizer:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Wait for the all-reduces of the gradients, and store their sums in the master weights."""
+        """Wait for the gradient sums and make them ``grad`` of the master weights. Collective."""
         summed = self.gradients.wait_for_sums()
         for name, master in self.masters.items():
             master.grad = summed[name]
-        # With more than two ranks, a ring all-reduce adds in an order that depends on the position
-        # in the buffer. So the sums of an expert's replicas may differ in their last bits.
+        # Over more than two ranks, a ring all-reduce adds in an order that depends on the position
+        # in the buffer. As sums of an expert's replicas may differ in last bits, copy the first's.
         if self.groups.num_ranks > 2 * self.groups.ep_size:
             for module in dict.fromkeys(self.experts.values()):
                 if module.replicas is not None:
@@ -227,7 +227,7 @@ class ModelOptimizer:
 
     @torch.no_grad()
     def clip(self) -> torch.Tensor:
-        """Average and clip the gradients; return the norm of the averages, float32. Collective."""
+        """Average, then clip gradients in place; return the averages' float32 norm. Collective."""
         gradients = self.gradients.wait_for_sums()  # does not wait: ``sync`` has waited
         dense = [gradient for name, gradient in gradients.items() if name not in self.experts]
         once = [self.experts[name].without_replicas(gradients[name]) for name in self.experts]
@@ -241,7 +241,7 @@ class ModelOptimizer:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        """Update the parameters with a learning rate, and discard the gradients."""
+        """Update master weights and parameters at the learning rate ``rate``; free gradients."""
         for group in self.torch_optimizer.param_groups:
             group["lr"] = rate
         self.torch_optimizer.step()
@@ -251,13 +251,13 @@ class ModelOptimizer:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the float32 master weights to the dtype of the parameters, and store them there."""
+        """Copy float32 master weights, rounded to the parameters' dtype, into the parameters."""
         for name, parameter in self.parameters.items():
             if self.masters[name] is not parameter:
                 parameter.copy_(self.masters[name])
 
     def state(self) -> dict[str, object]:
-        """Return master weights and AdamW moments for a checkpoint; loading writes into them."""
+        """Return master weights, and AdamW moments if any; a checkpoint load writes into them."""
         tensors: dict[str, Mapping[str, torch.Tensor]] = {"parameters": self.masters}
         if self.config.kind == "adamw":
             for key in ("exp_avg", "exp_avg_sq"):
@@ -268,18 +268,18 @@ class ModelOptimizer:
         }
 
     def resume(self, step: int) -> None:
-        """Continue after ``step`` steps, when a checkpoint has been loaded into ``state()``."""
+        """After a load into ``state()``, set AdamW's step and copy master weights to parameters."""
         if self.config.kind == "adamw":
             for name in self.masters:
                 self._moments(name)["step"].fill_(step)
         self.publish()
 
     def _moments(self, name: str) -> dict[str, torch.Tensor]:
-        """Return AdamW's state of a parameter; create it before the first step."""
+        """Return AdamW's step and moments of a master weight; create zeros if there are none."""
         master = self.masters[name]
         moments = self.torch_optimizer.state[master]
         if not moments:
-            # torch's AdamW keeps "step" on this device; the fused kernel needs it on the GPU.
+            # AdamW keeps "step" on the CPU, but its fused kernel, for GPUs, needs it on the GPU.
             moments["step"] = torch.zeros((), device=master.device if master.is_cuda else "cpu")
             moments["exp_avg"] = torch.zeros_like(master)
             moments["exp_avg_sq"] = torch.zeros_like(master)

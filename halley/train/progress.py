@@ -18,12 +18,12 @@ METRICS_FILE = "metrics.jsonl"
 DISCARDED_FILE = "metrics.discarded.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 REPORT_FILES = (METRICS_FILE, DISCARDED_FILE, TENSORBOARD_FOLDER)
-Metrics = dict[str, float | int | None]
+Metrics = dict[str, float | int | None]  # of one step; the value of "step" counts from 1
 
 
 @final
 class Reporter:
-    """Reports the metrics of each step; ranks other than 0 report nothing."""
+    """Reports the metrics of each step to the console and to files, on rank 0 only."""
 
     def __init__(
         self, config: RunConfig, *, console: Console, metrics: Path | None, first_step: int = 0
@@ -33,7 +33,7 @@ class Reporter:
         self._progress: Progress | None = None
         self._board = None
         if config.train.tensorboard:
-            # All ranks import it, so that all raise the error of a missing package.
+            # All ranks import TensorBoard, so that all raise the error of a missing package.
             from torch.utils.tensorboard import SummaryWriter
 
             if metrics is not None:
@@ -43,7 +43,7 @@ class Reporter:
         self._metrics = None if metrics is None else metrics.open("a", encoding="ascii")
 
     def report(self, metrics: Metrics) -> None:
-        """Show the metrics of one step and write them to the files; ``step`` counts from 1."""
+        """Write metrics to files; show them in the bar, or in a line each ``log_every`` steps."""
         if self._metrics is None:
             return
         # JSON has no NaN and no infinity, so they become null.
@@ -77,7 +77,7 @@ class Reporter:
 
     @contextmanager
     def running(self, first_step: int) -> Iterator[None]:
-        """Show a progress bar during the block if stderr is a terminal; then close the files."""
+        """Show a progress bar during the block if the console is a terminal; then close files."""
         if self._metrics is None:
             yield
             return
@@ -104,7 +104,7 @@ def say(console: Console, text: str) -> None:
 
 
 def describe(metrics: Metrics) -> str:
-    """Return the metrics of a step as a log line."""
+    """Return loss, tokens per second, MFU if not None and exposed share of a step as a log line."""
     parts = [f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_s']:,.0f} tokens/s"]
     if metrics["mfu"] is not None:  # the mfu is None on CPUs, whose peak rate is unknown
         parts.append(f"mfu {_share(metrics['mfu'], digits=1)}")
@@ -117,7 +117,7 @@ def _share(value: float | int | None, *, digits: int = 0) -> str:
 
 
 def drop_later_steps(path: Path, *, step: int) -> None:
-    """Move the metrics of steps after ``step`` to ``metrics.discarded.jsonl``.
+    """Move lines of steps after ``step`` from a metrics file to ``metrics.discarded.jsonl``.
 
     A resumed run repeats these steps. Lines that a crash truncated are moved too.
     """

@@ -30,7 +30,7 @@ _MAX_BYTES = 4096
 
 @contextmanager
 def run_lock(folder: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]:
-    """Hold the lock of a run's output folder during the block.
+    """Hold the lock of a run's output folder in the block; ``ValueError`` if another run has it.
 
     If another process still holds it after ``patience_s``, a ValueError names that process.
     """
@@ -57,7 +57,7 @@ def run_lock(folder: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]
         finally:
             ended.set()
             thread.join()
-            # The lock file stays, because a waiting process would lock a deleted file.
+            # The lock file is not deleted: a waiting process would then lock a deleted file.
             _write(descriptor, {})
     finally:
         os.close(descriptor)
@@ -83,7 +83,7 @@ def _lock(descriptor: int, path: Path, *, patience_s: float) -> None:
 
 
 def _wait_for_other_host(descriptor: int, path: Path) -> None:
-    """Wait until an owner on another host has certainly ended; raise an error if it has not."""
+    """Watch an owner on another host, if there is one; ``ValueError`` if it renews the file."""
     owner = _read(descriptor)
     if not owner or owner.get("host") == socket.gethostname():
         return

@@ -30,25 +30,25 @@ from halley.train.optim import ModelOptimizer, learning_rate
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_COMPILE_TIMEOUT_S = 600.0  # time that ranks wait while rank 0 of them measures and plans
-_IN_GRAPHS = ("functional", "unfused", "fused", PLANNED)  # strategies that graphs can contain
+_COMPILE_TIMEOUT_S = 600.0  # time that other ranks wait while rank 0 measures and plans
+_IN_GRAPHS = ("functional", "unfused", "fused", PLANNED)  # strategies that can be compiled
 
 
 @final
 class ExpertCounter:
-    """Counts the tokens that each expert of each MoE layer receives."""
+    """Counts the slots that routers give to each expert of each MoE layer since ``write``."""
 
     def __init__(self) -> None:
         self._total_ME: torch.Tensor | None = None
         self._num_steps = 0
 
     def add(self, counts_ME: torch.Tensor) -> None:
-        """Add this rank's int64 counts of one step, without a device-to-host copy."""
+        """Add this rank's slot counts of one step, int64, without a device-to-host copy."""
         self._total_ME = counts_ME + (0 if self._total_ME is None else self._total_ME)
         self._num_steps += 1
 
     def write(self, path: Path, *, step: int) -> None:
-        """Sum the counts since the last call over ranks, and write them on rank 0. Collective.
+        """Sum the counts since the last call over all ranks; rank 0 writes ``path``. Collective.
 
         ``step`` is the number of steps done. A model without MoE layers writes no file.
         """
@@ -79,7 +79,7 @@ class SaveRequests:
         self._signal = 0
 
     def catch_signals(self) -> AbstractContextManager[None]:
-        """Turn SIGINT and SIGTERM into requests during the block, if this is the main thread."""
+        """Return a context in which SIGINT and SIGTERM become requests; only in the main thread."""
 
         def note(number: int, frame: object) -> None:
             if self._signal and number == signal.SIGINT:
@@ -89,19 +89,19 @@ class SaveRequests:
         return signals_handled(_SIGNALS, note)
 
     def local(self, *, is_first: bool, device: torch.device) -> torch.Tensor:
-        """Return this rank's requests, ``(3,)`` float32; only rank 0 reads the clock."""
+        """Return this rank's flags, ``(3,)``: due by time (rank 0 only), SIGINT, SIGTERM."""
         is_due = bool(self._every_s) and time.monotonic() - self._saved_s >= self._every_s
         flags = (is_first and is_due, *(self._signal == number for number in _SIGNALS))
         return torch.tensor(flags, dtype=torch.float32, device=device)
 
     def agree(self, totals: Sequence[float]) -> None:
-        """Set ``is_due`` and ``stop_signal`` from the sum of ``local`` over all ranks."""
+        """Set ``is_due`` and ``stop_signal`` from the sums of ``local`` over all ranks."""
         num_due, *num_signalled = totals
         numbers = [n for n, count in zip(_SIGNALS, num_signalled, strict=True) if count]
         self.is_due, self.stop_signal = num_due > 0, max(numbers, default=0)
 
     def saved(self) -> None:
-        """Restart the timer of the next checkpoint, after a checkpoint was written."""
+        """Restart the clock for checkpoints by time; called after each checkpoint."""
         self._saved_s = time.monotonic()
 
 
@@ -122,27 +122,27 @@ class TrainingRun:
     plan: StepPlan | None = None  # plan that chose the strategies; None if the user did
 
     def routers(self) -> list[SigmoidRouter]:
-        """Return the routers with a selection bias, in order of layer."""
+        """Return the model's ``SigmoidRouter``s, which have a selection bias, in order of layer."""
         return [m for m in self.model.modules() if isinstance(m, SigmoidRouter)]
 
     def state(self) -> dict[str, object]:
-        """Return the tensors of a checkpoint; loading a checkpoint writes into them."""
+        """Return weights, moments and router biases for a checkpoint; loading writes into them."""
         biases = {str(index): router.bias for index, router in enumerate(self.routers())}
         return self.optimizer.state() | ({"router_bias": biases} if biases else {})
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Results of a training step; the losses are averaged over ranks and microbatches."""
+    """Losses (means over ranks and microbatches), gradient norm and learning rate of a step."""
 
     loss: float  # next-byte cross-entropy, nats per byte
     router_loss: float  # balance and z losses times their coefficients
-    grad_norm: float  # global gradient norm before clipping
+    grad_norm: float  # L2 norm of the averaged gradients before clipping
     learning_rate: float
 
 
 def read_placements(config: RunConfig, *, ep_size: int) -> list[ExpertPlacement] | None:
-    """Read the expert placement of each MoE layer from the run's file; None without a file."""
+    """Return each MoE layer's placement from the file ``config.placement``; None if that is ""."""
     if not config.placement:
         return None
     if config.expert_tp_size > 1:
@@ -160,7 +160,7 @@ def read_placements(config: RunConfig, *, ep_size: int) -> list[ExpertPlacement]
 
 
 def check_passes(config: RunConfig) -> None:
-    """Raise ``ValueError`` if a run has compiler passes, but its model cannot be one graph."""
+    """Raise ``ValueError`` if compiler passes are on, but the model cannot become one graph."""
     if config.passes == "none":
         return
     for name in config.strategy.split(","):
@@ -186,11 +186,11 @@ def check_passes(config: RunConfig) -> None:
 
 
 def build_run(config: RunConfig, world: World) -> TrainingRun:
-    """Create the model, data and optimizer of a run; ValueError if they do not fit. Collective."""
+    """Return a new ``TrainingRun`` at step 0; ValueError for an unfit configuration. Collective."""
     corpus = open_corpus(config)
     check_strategies(config)
     check_passes(config)
-    # CPU ranks of one host share its memory.
+    # CPU ranks of one host share its memory, so the check adds their bytes.
     num_sharing = 1 if world.device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_memory(config, num_ranks=world.num_ranks, device=world.device, num_sharing=num_sharing)
     if config.train.deterministic:
@@ -215,7 +215,7 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
         config.model,
         strategy=strategies,
         groups=groups,
-        # The host cannot record spans inside a compiled graph.
+        # The host cannot record spans inside a compiled graph, so that recorder is disabled.
         recorder=recorder if config.passes == "none" else Recorder(world.device, enabled=False),
         dtype=DTYPES[config.train.dtype],
         device=world.device,
@@ -243,10 +243,10 @@ def _compile_model(
 ) -> Callable[[torch.Tensor], ModelOutput]:
     """Return the model's forward, to be compiled with the passes of a run at its first call.
 
-    Passes plan by measured times, as the speed of the network is not known otherwise. On a CPU,
-    operators run one by one: Inductor would take minutes.
+    With profiles, passes plan by measured times, since the speed of the network is not known
+    otherwise. On a CPU, operators run one by one: Inductor would take minutes.
     """
-    # Imported here, because torch's compiler imports Triton before it is known how kernels run.
+    # Imported here: torch._dynamo imports Triton, which reads TRITON_INTERPRET at its import.
     import torch._dynamo.config
 
     from halley.compiler import Backend
@@ -269,25 +269,25 @@ def _compile_model(
 
 
 def _find_profiles(config: RunConfig, device: torch.device) -> str:
-    """Return the path of the measured times by which passes plan, or "" for none."""
+    """Return the path of the file of measured times for compiler passes, or "" to measure none."""
     if config.profiles != "auto":
         return config.profiles
     return str(default_path()) if device.type == "cuda" else ""
 
 
 def _make_deterministic() -> None:
-    """Let torch choose kernels that give the same bits each time, for the rest of the process.
+    """Make torch use deterministic kernels, or raise errors, for the rest of the process.
 
     Source: PyTorch's notes on reproducibility. cuBLAS needs the workspace setting.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Filling uninitialized memory takes time, and Halley never reads such memory.
+    # Otherwise torch fills new memory, which takes time. Halley reads no uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
 
 
 def train_step(run: TrainingRun, step: int) -> StepResult:
-    """Run optimizer step number ``step``, from 0. Collective."""
+    """Train on all microbatches of step ``step``, from 0; update; return results. Collective."""
     recorder, num_microbatches = run.recorder, run.config.train.num_microbatches
     losses = torch.zeros(2, device=run.world.device)
     counts: list[torch.Tensor] = []

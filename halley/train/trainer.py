@@ -61,7 +61,7 @@ class Outcome:
 def train(
     config: RunConfig, world: World, *, on_step: Callable[[int], None], restart: bool = False
 ) -> Outcome:
-    """Train a model, from the newest checkpoint if there is one. Collective of all ranks.
+    """Train a model, from the newest checkpoint if any, to the end or a signal. Collective.
 
     Args:
         config: the run. Its ``output`` folder, which all ranks must see, receives ``config.json``,
@@ -105,7 +105,7 @@ def _train_in_locked_folder(
     run = build_run(config, world)
     if checkpoint is not None:
         run.optimizer.resume(load_checkpoint(checkpoint, run.state()))
-        # Checkpoints of Halley 0.1 lack this note; assume steps of the present batch size.
+        # Checkpoints of Halley 0.1 lack "num_sequences": assume steps of the present batch size.
         num_read = manifest.notes.get("num_sequences", run.loader.num_read(first_step))
         run.loader.resume(first_step, num_read=num_read)
     metrics_path = output / METRICS_FILE if world.is_first else None
@@ -213,8 +213,8 @@ def _check_resumable(config: RunConfig, path: Path, *, warn: bool) -> Manifest:
 
 
 def _set_aside(output: Path) -> None:
-    """Move the files of an earlier run into a new folder, so that the next run starts at step 0."""
-    # torchrun restarts failed ranks with the same command, which still contains --restart.
+    """Move an earlier run's files to a new folder, unless torchrun has restarted this process."""
+    # torchrun restarts failed ranks with --restart again: they continue from the checkpoint.
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return
     folder = find_free_name(output, "previous")
@@ -237,7 +237,7 @@ def _flat(table: dict[str, Any], *, prefix: str = "") -> dict[str, Any]:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file, so that a crash leaves the old file or the new one."""
+    """Write a JSON file by a rename, so that a crash leaves the old file or the new one."""
     draft = path.with_name(f"{path.name}.tmp")
     draft.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     os.replace(draft, path)

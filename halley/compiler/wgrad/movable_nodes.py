@@ -17,7 +17,7 @@ _MAX_EXCESS = 2.0  # condition 8
 
 @dataclass(kw_only=True)
 class Unit:
-    """Graph nodes that move together: a weight-gradient GEMM with the light nodes around it.
+    """Graph nodes that move together: a weight-gradient GEMM and light nodes, or only light nodes.
 
     Units without a GEMM, such as sums for bias gradients, are fillers.
     """
@@ -30,7 +30,7 @@ class Unit:
 
 
 def find_movable(analysis: GraphAnalysis, all_to_alls: Sequence[int]) -> dict[int, frozenset[int]]:
-    """Return the nodes that may move under all-to-alls, each with its allowed overlap windows.
+    """Return the indices of nodes that may move under all-to-alls, each with its allowed windows.
 
     Overlap window i is that of node ``all_to_alls[i]``.
     """
@@ -67,7 +67,7 @@ def find_units(
     cost: NodeCost,
     gemms_alone: bool = False,
 ) -> list[Unit]:
-    """Group the nodes of ``find_movable`` into units (condition 5), timed by ``cost``.
+    """Group the nodes of ``find_movable`` into units with durations by ``cost`` (condition 5).
 
     With ``gemms_alone``, return no units without a GEMM. Inductor fuses sums for gradients of
     biases and norms into the kernels that compute their operands, so they should not move away.
@@ -121,7 +121,7 @@ def _absorb_operands(
 @final
 @dataclass(eq=False)
 class _Windows:
-    """The units of weight gradients that have been placed into overlap windows so far."""
+    """State of ``assign``: the units that it has placed into each overlap window so far."""
 
     units: Sequence[Unit]
     try_move: TryMove
@@ -129,7 +129,7 @@ class _Windows:
     window_of: dict[int, int] = field(default_factory=dict[int, int])
 
     def candidates(self, window: int, refused: set[int]) -> list[int]:
-        """Return the units that an overlap window may take next: GEMMs, or fillers if none."""
+        """Return the indices of units to try next in a window: those with a GEMM, else fillers."""
         found = [
             at
             for at, unit in enumerate(self.units)
@@ -141,7 +141,7 @@ class _Windows:
         return [at for at in found if self.units[at].is_gemm] or found
 
     def allowed(self, at: int) -> list[int]:
-        """Return the overlap windows for an unplaced unit: not before those of units it needs."""
+        """Return the windows of an unplaced unit that are not before those of units it needs."""
         first = max(
             (
                 self.window_of[need]
@@ -154,10 +154,10 @@ class _Windows:
         return [window for window in self.units[at].windows if window >= first]
 
     def place(self, at: int, window: int) -> float | None:
-        """Place a unit and the unplaced units that it needs into an overlap window.
+        """Place a unit, and the unplaced units that it needs, into a window if their memory fits.
 
         Returns:
-            The sum of their times, or None if their memory does not fit.
+            The sum of their microseconds, or None if their memory does not fit.
         """
         units = [*self._unplaced_needs(at), at]
         if not self.try_move(units, window):
@@ -179,7 +179,7 @@ def assign(
     *,
     try_move: TryMove = lambda units, window: True,
 ) -> tuple[list[list[int]], list[float]]:
-    """Assign weight-gradient units to all-to-alls, so that they hide much communication.
+    """Choose the weight-gradient units that run under each all-to-all, to hide communication.
 
     The problem is a generalised assignment problem, which is NP-hard. This is a greedy best fit
     (conditions 6 to 10).
@@ -215,14 +215,14 @@ def assign(
 
 
 def _place_remaining_gemms(state: _Windows, left_us: list[float]) -> None:
-    """Place the GEMMs that no overlap window has taken (condition 10), and update ``left_us``."""
+    """Place GEMMs that no window has taken, if memory allows (condition 10); update ``left_us``."""
     units = state.units
     remaining = [at for at, unit in enumerate(units) if unit.is_gemm and at not in state.window_of]
     for at in sorted(remaining, key=lambda at: -units[at].duration_us):
         if at in state.window_of:  # a unit that needs this GEMM has brought it along
             continue
         hidden_us = {each: min(left_us[each], units[at].duration_us) for each in state.allowed(at)}
-        # Among windows that hide equally much, take the last one, which is Lancet's deadline.
+        # Try windows that hide more first; of equal ones the last, which is Lancet's choice.
         for window in sorted(hidden_us, key=lambda each: (hidden_us[each], each), reverse=True):
             placed_us = state.place(at, window)
             if placed_us is not None:

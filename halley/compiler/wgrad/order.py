@@ -15,7 +15,7 @@ from halley.cost.simulate import Operation, graph_spans
 
 @final
 class _Emitter:
-    """Builds an order of a graph: appends nodes, each after its ancestors."""
+    """Builds an order of a graph: appends indices of nodes, each after its ancestors."""
 
     def __init__(self, analysis: GraphAnalysis) -> None:
         self.order: list[int] = []
@@ -26,13 +26,13 @@ class _Emitter:
         """Append a node to the order, and before it all of its ancestors that are missing."""
         if self._emitted >> index & 1:
             return
-        # Ascending indices are the order of the graph, which is legal.
+        # Append missing ancestors by ascending index: the order of the graph, which is legal.
         for each in (*bits(self._ancestors[index] & ~self._emitted), index):
             self.order.append(each)
             self._emitted |= 1 << each
 
     def emit_ready(self, indices: Iterable[int]) -> None:
-        """Append those of the nodes whose ancestors have all been appended to the order."""
+        """Append those of the given nodes whose ancestors are all in the order already."""
         for index in indices:
             if not self._ancestors[index] & ~self._emitted:
                 self.emit(index)
@@ -45,7 +45,7 @@ def build_order(
     *,
     early: Sequence[int] = (),
 ) -> list[int]:
-    """Return the order of a graph in which weight-gradient units follow the start of all-to-alls.
+    """Return a node order in which weight-gradient units follow the start of their all-to-all.
 
     Other nodes keep their order, with these exceptions (condition 11):
 
@@ -90,7 +90,7 @@ def build_order(
 def place_reductions(
     analysis: GraphAnalysis, operations: Sequence[Operation], order: Sequence[int]
 ) -> list[int]:
-    """Return the order with gradient all-reduces in the gaps between all-to-alls (condition 12).
+    """Return the order with gradient reductions between or after all-to-alls (condition 12).
 
     All-to-alls have priority on the network, because computation waits for them. The gap after an
     all-to-all takes the longest reduction that fits and whose gradient is ready before the next
@@ -128,7 +128,7 @@ def place_reductions(
     reduced = mask_of(reductions)
     emitter = _Emitter(analysis)
     placed = [each for at, index in enumerate(rest) for each in (index, *behind.get(at, ()))]
-    # Waits for reductions run last, so that the compute stream does not block in backward.
+    # Waits for reductions, and nodes that need them, run last: earlier waits would block backward.
     for index in sorted(placed, key=lambda index: bool(analysis.ancestors[index] & reduced)):
         emitter.emit(index)
     return emitter.order
@@ -140,7 +140,7 @@ def _gaps_us(
     order: Sequence[int],
     all_to_alls: Sequence[int],
 ) -> list[float]:
-    """Return the time in which the network is idle between all-to-alls without reductions."""
+    """Return the idle microseconds between successive all-to-alls, if reductions took no time."""
     reductions = set(analysis.find_collectives("reduce"))
     without = [
         replace(each, duration_us=0.0, host_us=0.0, is_read=False) if index in reductions else each

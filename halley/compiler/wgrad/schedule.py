@@ -60,7 +60,7 @@ _MAX_TRIES = 8  # condition 13
 
 @final
 class MemoryBudget:
-    """Decides which weight gradients may move under all-to-alls within a limit of live bytes.
+    """Decides which weight-gradient units may move under all-to-alls within a limit of live bytes.
 
     A gradient that is computed later keeps its operands alive longer, and its own result becomes
     alive later. Bytes are counted in the order of the graph, with each moved node at the position
@@ -85,8 +85,8 @@ class MemoryBudget:
         self._is_input = [kind is NodeKind.INPUT for kind in analysis.kinds]
         self._place = list(range(len(analysis.nodes)))  # position of each node
         self._alive = live.alive(self._place)  # live bytes by position, without ``_transient``
-        # By position of an all-to-all: bytes that each move allocates and frees there, and the most
-        # bytes by which they exceed ``_alive`` while the moved units run.
+        # By position of an all-to-all: ``_moves``, the bytes that each move allocates and frees
+        # there, and ``_transient``, the most bytes above ``_alive`` while the moved units run.
         self._moves: dict[int, list[tuple[int, int]]] = {}
         self._transient = [0] * len(analysis.nodes)
         self._reads: list[list[int]] = [[] for _ in analysis.nodes]  # buffers that each node reads
@@ -95,7 +95,7 @@ class MemoryBudget:
                 self._reads[reader].append(buffer)
 
     def try_move(self, ats: Sequence[int], window: int) -> bool:
-        """Move units under an all-to-all and return True, if the limit of live bytes allows it.
+        """Record units as moved under an all-to-all and return True; False if above the byte limit.
 
         Args:
             ats: indices of units.
@@ -118,7 +118,7 @@ class MemoryBudget:
         freed = sum(self._live.num_bytes[each] for each in buffers if after[each][1] == start + 1)
         moves = [*self._moves.get(start, ()), (made, freed)]
         transient[start] = _most_bytes(moves)
-        # Live bytes grow only where a buffer has become alive.
+        # Check positions where a buffer has become alive: live bytes grow nowhere else.
         grown = [
             alive[at] + transient[at]
             for buffer, (first, end) in after.items()
@@ -132,7 +132,7 @@ class MemoryBudget:
         return True
 
     def _lifetime(self, buffer: int, place: Sequence[int]) -> tuple[int, int]:
-        """Return the positions ``[first, end)`` of the graph's order at which a buffer is alive.
+        """Return the positions ``[first, end)`` at which a buffer is alive, given nodes' ``place``.
 
         The result of a moved node counts from the position after its all-to-all on. At the position
         of the all-to-all it is part of ``_transient``.
@@ -144,7 +144,7 @@ class MemoryBudget:
 
 
 def _most_bytes(moves: Sequence[tuple[int, int]]) -> int:
-    """Return the peak of live bytes under moves, each a pair of bytes allocated and then freed.
+    """Return the peak of bytes over successive moves, each a pair of bytes allocated, then freed.
 
     Example: moves (30, 10) and (20, 40) give 40: 0, then 30, then 20, then 40, then 0.
     """
@@ -159,14 +159,14 @@ def _most_bytes(moves: Sequence[tuple[int, int]]) -> int:
 class OrderReport:
     """Predicted times and memory of a graph in its own order and in the order of the passes."""
 
-    windows: dict[str, tuple[str, ...]]  # names of GEMMs in the overlap window of each all-to-all
+    windows: dict[str, tuple[str, ...]]  # names of GEMMs under each all-to-all, in the new order
     time_before: GraphTime  # in the graph's own order
     time_after: GraphTime  # in the new order
     peak_before: int  # most live bytes
     peak_after: int
     # Paths of the modules of all-to-alls and GEMMs, by name of the node.
     modules: dict[str, str] = field(default_factory=dict[str, str], repr=False)
-    spans_before: tuple[Span, ...] = field(default=(), repr=False)  # of each node
+    spans_before: tuple[Span, ...] = field(default=(), repr=False)  # of nodes that take time
     spans_after: tuple[Span, ...] = field(default=(), repr=False)
     predicted: tuple[str, ...] = ()  # keys, in profiles, of operations without a measured time
     sm_margins: tuple[int, int] = (0, 0)  # SMs that dense and grouped GEMMs leave free
@@ -184,7 +184,7 @@ def plan_wgrad(
     inside: Collection[fx.Node] = frozenset(),
     gemms_alone: bool = False,
 ) -> list[int]:
-    """Return an order of a graph in which weight-gradient GEMMs run under all-to-alls.
+    """Return a node order with weight-gradient GEMMs under all-to-alls, or the graph's own order.
 
     The order is legal. All-to-alls, all-gathers and fused layers keep their order. Live bytes are
     at most ``max_bytes``, or the order is that of the graph.
@@ -201,12 +201,12 @@ def plan_wgrad(
     timed = operations(analysis, cost)
     movable = find_movable(analysis, all_to_alls)
     units = find_units(analysis, movable, cost=cost, gemms_alone=gemms_alone)
-    # Durations of units are without contention. Beside computation an all-to-all takes longer by
-    # the factor ``comm``, and computation by ``compute``.
+    # Scale the times of all-to-alls, because durations of units are without contention. Side by
+    # side, an all-to-all takes ``comm`` times as long, and computation ``compute`` times.
     scale = contention.comm / contention.compute
     times_us = [time_us * scale for time_us in _exposed_us(timed, units, all_to_alls)]
-    # Inductor fuses light nodes into the kernels that make their operands, so they run early. A
-    # node without operands, such as the zeros of an embedding's gradient, would only take memory.
+    # Inductor fuses light nodes into the kernels that make their operands, so they run early, if
+    # they have operands: zeros of an embedding's gradient would only occupy memory early.
     in_units = {index for unit in units for index in unit.nodes}
     light = [index for index in movable if index not in in_units and analysis.needs[index]]
     early = sorted(light) if gemms_alone else []
@@ -228,7 +228,7 @@ def plan_wgrad(
 def _exposed_us(
     timed: Sequence[Operation], units: Sequence[Unit], all_to_alls: Sequence[int]
 ) -> list[float]:
-    """Return, for each all-to-all, its time during which no node outside of the units computes."""
+    """Return the microseconds of each all-to-all in which no node outside of the units computes."""
     moved = {index for unit in units for index in unit.nodes}
     stays = [
         replace(each, duration_us=0.0) if index in moved else each
@@ -250,7 +250,7 @@ def report_order(
     contention: Contention = NO_CONTENTION,
     inside: Collection[fx.Node] = frozenset(),
 ) -> OrderReport:
-    """Predict time and memory of a graph in an order; other arguments as for ``plan_wgrad``."""
+    """Predict a graph's time and memory in its own and a new order; arguments as ``plan_wgrad``."""
     timed, live = operations(analysis, cost), LiveBytes(analysis, sizes, inside=inside)
     identity = range(len(analysis.nodes))
     shown = [analysis.nodes[index] for index in analysis.find_collectives("all_to_all")]
@@ -269,7 +269,7 @@ def report_order(
 
 
 def hidden_gemms(analysis: GraphAnalysis, order: Sequence[int]) -> dict[str, tuple[str, ...]]:
-    """Return the names of the GEMMs between start and wait of each all-to-all, by its name."""
+    """Return, by name of each all-to-all, the names of GEMMs between its start and first wait."""
     found: dict[str, tuple[str, ...]] = {}
     place = {index: at for at, index in enumerate(order)}
     for start in analysis.find_collectives("all_to_all"):

@@ -51,7 +51,7 @@ _MAX_RUN = tl.constexpr(1024)  # above the tiles of a run: see _second_gemm_run
 
 @triton.jit
 def end_combine(num_exits, plan, routing, status, host_status, LAYOUT: tl.constexpr):
-    """Count a CTA that ends; the last one of the second GEMM and the combine zeroes the counters.
+    """Count a CTA that ends; the last one of the second GEMM and the combine zeroes their counters.
 
     The last CTA also reports ranks with too many rows. Those set the flags of their sums without
     sending any, see ``_signal_overflow``.
@@ -78,7 +78,7 @@ def _second_gemm_run(
     CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output tiles of a CTA's ticket; count the tiles of its previous ticket as done.
+    """Compute the tiles of a ticket, count those of the previous one; return the next ``pending``.
 
     A CTA may count tiles only when their TMA stores are complete. So it counts them one ticket
     later, and does not wait for the stores of its last tile.
@@ -106,11 +106,11 @@ def _second_gemm_run(
         acc = multiply_tile(
             a_desc, b_desc, row, expert, column, DEPTH, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
         )
-        # Count the previous tile after the main loop, when its TMA stores are complete.
+        # Count the previous tile after the main loop: by then, its TMA stores are mostly complete.
         _count_tiles(pending, plan, LAYOUT)
         z_desc.store([row, column], acc.to(z_desc.dtype))
     else:
-        # Count before the loop: later, the count would also wait for the stores of this loop.
+        # Count before the loop: after it, the count would also wait for the stores of this loop.
         _count_tiles(pending, plan, LAYOUT)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(0, columns * STEPS):
@@ -127,7 +127,7 @@ def _second_gemm_run(
 
 @triton.jit
 def _count_tiles(pending, plan, LAYOUT: tl.constexpr):
-    """Wait until the TMA stores of output tiles are complete, then count the tiles as finished.
+    """Wait until the TMA stores of ``pending`` tiles are complete, then add them to ``chunk_done``.
 
     ``pending`` is as in ``_second_gemm_run``; 0 for no tiles.
     """
@@ -185,7 +185,7 @@ def chunked_gemm_kernel(
 
 @triton.jit
 def _task_at(index, num_tasks, plan, LAYOUT: tl.constexpr):
-    """Return which combine task of a column chunk is done as number ``index``.
+    """Return the number of the combine task that comes at position ``index`` in a column chunk.
 
     Own tasks are spread evenly among those for other ranks, so that the link is always busy.
     Example: tasks 0 to 3 for other ranks, own tasks 4 and 5: the order is 0, 1, 4, 2, 3, 5.
@@ -214,9 +214,9 @@ def _groups_of_task(task, plan, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _next_counter(num_done, num_columns, plan, LAYOUT: tl.constexpr):
-    """Return the address of an expert group's count of finished tiles, and its final value.
+    """Return the address of tile counter ``num_done`` of ``chunk_done``, and its final value.
 
-    Groups are counted over all chunks: group g of chunk c is number c * num_groups + g.
+    Each chunk has a counter for each group: group g of chunk c has number c * num_groups + g.
     """
     need = tl.load(plan + LAYOUT.group_tiles + num_done % LAYOUT.num_groups) * num_columns
     return plan + LAYOUT.chunk_done + num_done, need
@@ -224,9 +224,9 @@ def _next_counter(num_done, num_columns, plan, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _count_done(num_done, chunk, num_wanted, num_columns, plan, LAYOUT: tl.constexpr):
-    """Return how many expert groups the GEMM has finished, over all chunks; at most ``num_wanted``.
+    """Return how many (chunk, expert group) pairs are finished in order; stop at ``num_wanted``.
 
-    ``num_done`` groups are known to be done, and so are all groups of earlier chunks.
+    ``num_done`` pairs are known to be finished. Pairs of earlier chunks count as finished.
     """
     num_done = tl.maximum(num_done, chunk * LAYOUT.num_groups)
     more = num_done < num_wanted
@@ -250,9 +250,10 @@ def combine_kernel(
     ROWS: tl.constexpr, STAGES: tl.constexpr, SUM_ROWS: tl.constexpr, CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Send sums of this rank's output rows to the source ranks, and add the sums that arrive.
+    """Send row sums, in backward also routing-weight gradients, to source ranks; add arriving sums.
 
-    CTAs take two kinds of tasks, each by tickets of its own counter. Pass n of rank r::
+    This rank's own tokens take the same path as those of other ranks. CTAs take two kinds of tasks,
+    each by tickets of its own counter. Pass n of rank r::
 
         combine task   wait for chunk_done[c, g] of this rank's GEMM, for all groups g of its tokens
                        store partial sums in the source ranks' combine buffers

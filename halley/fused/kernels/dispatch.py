@@ -43,7 +43,7 @@ from halley.ops.kernels.tiles import (
 )
 
 
-# Where the fetch kernel reads rows, and whether it saves each token copy once.
+# Sources of ``fetch_kernel``: send buffers; the same, and it saves the copies; saved copies.
 FROM_PEERS = tl.constexpr(0)
 FROM_PEERS_AND_SAVE = tl.constexpr(1)
 FROM_SAVED = tl.constexpr(2)
@@ -55,9 +55,10 @@ def _fetch_task(
     LAYOUT: tl.constexpr, SOURCE: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Read ``ROWS`` token copies from their source ranks, once, and store each to its rows.
+    """Read ``ROWS`` token copies, each once; store them to their rows and count these as arrived.
 
-    ``first_token`` is the first row of this pass's half of the send buffers.
+    The copies are in the send buffers of the source ranks, in the half that begins at row
+    ``first_token``, or in ``copies_PD``.
 
     Example: token copy 5 is token 9 of rank 1 with rows (3, 130). Row 9 of rank 1's send buffer is
     stored to rows 3 and 130 of ``x_RD``. Then ``tile_arrived`` of tiles 0 and 1 (128 rows each)
@@ -70,7 +71,7 @@ def _fetch_task(
     k = tl.arange(0, LAYOUT.padded_k)
     line = (copy * TOP_K)[:, None] + k[None, :]
     listed = real[:, None] & (k < TOP_K)[None, :]
-    # One load for all rows of the copies: a load for each k would wait for memory K times.
+    # One load for all row indices of the copies: one for each k would wait for memory K times.
     row_RK = tl.load(plan + LAYOUT.fetch_rows + line, mask=listed, other=-1)
     most_rows = tl.max(tl.sum((row_RK >= 0).to(tl.int32), axis=1), axis=0)
     if SOURCE == FROM_SAVED:
@@ -107,7 +108,7 @@ def _zero_task(
     local, x_RD, plan, LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr,
     ZERO_MULTIPLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Zero the padding after an expert's rows, up to ``ZERO_MULTIPLE``, and count it as arrived.
+    """Zero padding after an expert's rows to a multiple of ``ZERO_MULTIPLE``; count it as arrived.
 
     The weight-gradient GEMM sums over whole steps of ``block_k`` rows. A row that is zero in
     ``x_RD`` is zero in all results of its tile, forward and backward, so it adds nothing.
@@ -130,7 +131,7 @@ def _zero_task(
 
 @triton.jit
 def _alternate(task, num_own, num_tasks):
-    """Return the fetch task for a ticket: rows of this rank and of other ranks alternate.
+    """Return the fetch task of ticket ``task``: tasks for own tokens and for others' alternate.
 
     So the link is busy from the start, and experts that begin with own rows are complete early.
     Example: own tasks 0 and 1, others 2, 3 and 4: tickets 0 to 4 get tasks 0, 2, 1, 3 and 4.
@@ -161,7 +162,7 @@ def fetch_kernel(
     LAYOUT: tl.constexpr, MODE: tl.constexpr, HIDDEN_SIZE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Fetch the rows of this rank's experts from all ranks to ``x_RD``; count arrivals by tile.
+    """Fetch rows from all ranks, or ``copies_PD``, to ``x_RD``; count the arrived rows by tile.
 
     CTAs take zero tasks, then fetch tasks, by tickets of one counter::
 
@@ -184,7 +185,7 @@ def fetch_kernel(
     num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES) * usable
     num_fetch = tl.load(plan + LAYOUT.summary + NUM_COPIES) // ROWS * usable
     num_own = tl.load(plan + LAYOUT.summary + NUM_OWN_COPIES) // ROWS * usable
-    # Tasks that zero padding rows come first: tiles of experts with few rows wait for them.
+    # Tasks that zero padding rows come first: the last tile of each expert waits for its own.
     num_zero = (LAYOUT.num_local if ZERO_MULTIPLE > 0 else 0) * usable
     num_tasks = num_fetch + num_zero
     first_token = (tl.load(plan + LAYOUT.summary + PASS) % 2).to(tl.int64) * send_tokens
@@ -207,7 +208,7 @@ def fetch_kernel(
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchMode:
-    """The variant of ``fetch_kernel`` and ``arrived_gemm_kernel``, passed as one constexpr."""
+    """Constexpr that selects a variant of ``fetch_kernel`` and ``arrived_gemm_kernel``."""
 
     gated: bool  # whether the activation has two projections, gate and up (SwiGLU)
     backward: bool = False  # whether the rows are gradients of the output instead of tokens
@@ -217,11 +218,11 @@ class DispatchMode:
 
     @property
     def num_projections(self) -> int:
-        """Projections that the activation reads: 2 for gate and up, else 1."""
+        """Number of projections that the activation reads: 2 (gate and up) if gated, else 1."""
         return 2 if self.gated else 1
 
     def tile_columns(self, tile: GemmTile) -> int:
-        """Return how many columns of the activation a tile computes."""
+        """Return the number of columns of the activation that one GEMM tile computes."""
         return tile.block_n if self.backward else tile.block_n // self.num_projections
 
 
@@ -230,7 +231,7 @@ def _store_activated(
     acc, h_desc, pre_desc, row, column,
     GATED: tl.constexpr, SAVE_PRE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Apply the activation to an output tile and store it, with its inputs if ``SAVE_PRE``."""
+    """Store the activation of an output tile in ``h``, and if ``SAVE_PRE`` the tile in ``pre``."""
     if GATED:
         gate, up = halves(acc, BLOCK_M, BLOCK_N)
         h_desc.store([row, column], (gate * tl.sigmoid(gate) * up).to(h_desc.dtype))
@@ -283,7 +284,7 @@ def _first_gemm_run(
     MODE: tl.constexpr, DEPTH: tl.constexpr, SIZE: tl.constexpr, RUN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``columns`` adjacent output tiles of one row tile, from column tile ``first`` on.
+    """Compute and store ``columns`` adjacent tiles of one row tile, from column tile ``first`` on.
 
     One loop has the steps of all tiles: loads of a tile start during the previous one.
     """
@@ -330,7 +331,7 @@ def arrived_gemm_kernel(
     HIDDEN_SIZE: tl.constexpr, INTERMEDIATE_SIZE: tl.constexpr, BLOCK_F: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the first GEMM; each tile waits until all its input rows have arrived.
+    """Compute the first GEMM of forward or backward; a tile waits until its rows have arrived.
 
     CTAs take tiles by tickets of one counter. A CTA waits for ``tile_arrived`` of its tile::
 

@@ -1,6 +1,6 @@
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""First launch of a forward or backward pass: make a dispatch plan, or publish rows for one.
+"""The launch that begins a pass: make a dispatch plan, or publish rows for an existing one.
 
 A forward pass makes the plan of this rank on the device. Backward and recompute use the plan of
 their forward: ranks exchange only the number of the call whose plan they use. Different numbers
@@ -102,7 +102,7 @@ def _place_copies(i, block, expert_TK, record, plan, rank, LAYOUT: tl.constexpr)
 
 @triton.jit
 def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
-    """Store the token copies of one block of tokens, and their rows, in both lists of the plan."""
+    """Write a block's token copies to the fetch and combine lists: source token and row indices."""
     source = (rank + i) % LAYOUT.num_ranks
     record = record_of(routing, source, epoch, LAYOUT)
     token = block * LAYOUT.block_tokens + tl.arange(0, LAYOUT.block_tokens)
@@ -120,7 +120,7 @@ def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
     row += tl.load(base, mask=mine, other=0)
     row = tl.where(mine, row + (packed & ((1 << LAYOUT.order_bits) - 1)), -1)
 
-    # The row list of a token copy begins with the rows on this rank, by choice; -1 fills the rest.
+    # The row list of a token copy: the token's rows on this rank in order of its choices, then -1.
     here = mine.to(tl.int32)
     count = tl.sum(here, axis=1)
     place = tl.cumsum(here, axis=1) - here
@@ -143,7 +143,7 @@ def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _place_task(task, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
-    """Add a block of tokens (first W * blocks tasks) or an expert's tiles to the dispatch plan."""
+    """Add a block of tokens (first W * blocks tasks) or an expert's tiles to a usable plan."""
     if tl.load(plan + LAYOUT.summary + IS_USABLE) != 0:
         if task < LAYOUT.num_ranks * LAYOUT.max_blocks:
             i = task // LAYOUT.max_blocks
@@ -157,7 +157,7 @@ def _place_task(task, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _wait_for_rows(routing, plan, epoch, status, host_status, timeout_ns, LAYOUT: tl.constexpr):
-    """Wait until all ranks have filled their send buffers; else make the plan unusable."""
+    """Wait until all ranks have filled their send buffers; on timeout make the plan unusable."""
     for peer in range(LAYOUT.num_ranks):
         code = failure_code(ROWS, peer, 0)
         flag = routing + LAYOUT.rows_ready + peer
@@ -175,7 +175,7 @@ def plan_kernel(
     LAYOUT: tl.constexpr, LOCAL_PADDED: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Exchange the routing of all ranks and make this rank's dispatch plan.
+    """Fill the send buffer, exchange routing with all ranks, and make this rank's dispatch plan.
 
     CTAs take four kinds of tasks, in this order, by tickets of one counter. Pass n of rank r::
 
@@ -265,7 +265,7 @@ def _spread_weights(plan, weight_R, LAYOUT: tl.constexpr):
 def _wait_and_compare_calls(
     routing, plan, call, epoch, status, host_status, timeout_ns, LAYOUT: tl.constexpr
 ):
-    """Wait for all ranks' token rows; a rank late or in another call makes the plan unusable."""
+    """Wait for all ranks to publish; a rank late or in another call makes the plan unusable."""
     complete = True
     for peer in range(LAYOUT.num_ranks):
         code = failure_code(ROWS, peer, call)
@@ -338,7 +338,7 @@ def make_plan(
     topk_weights_TK: torch.Tensor,
     max_rows: int = 0,
 ) -> None:
-    """Begin a forward pass: fill the send buffer, exchange routing, make the dispatch plan.
+    """Launch ``plan_kernel``: fill the send buffer, exchange routing, make the dispatch plan.
 
     Written: ``plan``, ``(layout.plan_words,)`` int32. ``max_rows`` is the capacity in rows if the
     host does not read the size of the plan, else 0.
@@ -373,7 +373,7 @@ def publish_rows(
     x_TD: torch.Tensor,
     weight_R: torch.Tensor | None = None,
 ) -> None:
-    """Begin a pass that has a dispatch plan: fill the send buffer, and wait for all ranks.
+    """Launch ``publish_rows_kernel`` with an existing plan: fill send buffer, wait for all ranks.
 
     ``x_TD`` has one row for each token of that call: the token, or the gradient of its output.
     ``plan`` becomes unusable if a rank is late or in another call. Written if given: ``weight_R``,

@@ -1,4 +1,4 @@
-"""Launch the kernels of a fused layer: pairs of a GEMM and a kernel that moves rows, side by side.
+"""Launch the GEMMs of a fused layer; all but weight gradients run beside a kernel that moves rows.
 
 CTAs of both kernels share each SM. The kernel that moves rows uses the registers and the shared
 memory that the GEMM leaves free, and works while the tensor cores multiply.
@@ -10,7 +10,7 @@ they need::
     stream: ---- first kernel (let_second_begin) -----------|
                   ---- second kernel (end_with_first) ------|---- next launch
 
-The weight-gradient GEMMs of backward move no rows and run alone.
+With ``fused`` False, the second kernel begins after the first has ended.
 """
 
 import torch
@@ -48,7 +48,7 @@ def shape_launches(
     ctas_beside: int,
     ctas_after: int = 0,
 ) -> tuple[int, int, LaunchOptions, LaunchOptions]:
-    """Return CTAs of the kernel that moves rows and of its GEMM, then the launch options of both.
+    """Return numbers of CTAs of the row-moving kernel and of its GEMM, then launch options of both.
 
     ``move_first`` tells whether the GEMM waits for the kernel that moves rows, or that kernel for
     the GEMM. On each SM, ``ctas_beside`` CTAs move rows beside the CTAs of the GEMM, and
@@ -93,7 +93,7 @@ def dispatch_gemm(
     copies_PD: torch.Tensor | None = None,
     copies_saved: bool = False,
 ) -> None:
-    """Fetch the rows of this rank's experts and multiply them by the first projection.
+    """Launch the fetch of the rows of this rank's experts, and their first GEMM with activation.
 
     Args:
         context: buffers of this rank, with the layout of ``plan``, which ``make_plan`` made.
@@ -156,7 +156,7 @@ def dispatch_dgrad(
     gated: bool,
     fused: bool = True,
 ) -> None:
-    """Fetch gradients of the output; compute gradients of the activation's inputs.
+    """Launch the fetch of output gradients, and the GEMM for gradients of the activation's inputs.
 
     In all outputs, the padding that ``weight_gemm`` reads becomes zero.
 
@@ -190,7 +190,7 @@ def dispatch_dgrad(
 
 
 def num_dweight_columns(intermediate_size: int, config: KernelConfig) -> int:
-    """Return the columns of ``dweight_RJ``: summands of each routing weight's gradient."""
+    """Return how many columns ``dweight_RJ`` has: summands of each routing weight's gradient."""
     return -(-intermediate_size // config.down_grad.block_n)
 
 
@@ -206,7 +206,7 @@ def _launch_fetch_and_gemm(
     intermediate_size: int,
     fused: bool,
 ) -> None:
-    """Launch the kernel that fetches ``x_RD``, and the GEMM of these rows beside it."""
+    """Launch the fetch of ``x_RD`` and its GEMM, side by side if ``fused``, else in order."""
     hidden_size, send = x_RD.shape[1], context.send_buffer
     tile = context.config.down_grad if mode.backward else context.config.up
     num_move_ctas, num_gemm_ctas, move_options, gemm_options = shape_launches(
@@ -248,7 +248,7 @@ def gemm_combine(
     copy_capacity: int = ANY_COPIES,
     weight_gradients: tuple[torch.Tensor, ...] = (),
 ) -> None:
-    """Multiply rows by a projection, and send each token's sum of rows to its source rank.
+    """Launch the second GEMM and combine: send row sums to source ranks, add own tokens' sums.
 
     In forward, the rows are activations, and the sum has the routing weights. In backward, the rows
     are gradients, the projection is transposed, and the sum has no weights.
@@ -310,7 +310,7 @@ def gemm_combine(
 
 
 def find_experts(layout: Layout, plan: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each expert's first row and number of rows in a dispatch plan, int32 ``(L,)``."""
+    """Return views of a plan: first row and number of rows of each expert, int32 ``(L,)`` each."""
     begin, num_rows = layout.expert_begin, layout.expert_rows
     num_local = layout.num_local
     return plan[begin : begin + num_local], plan[num_rows : num_rows + num_local]
@@ -324,9 +324,9 @@ def launch_weight_gradient(
     *,
     experts: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor | None:
-    """Launch the weight-gradient GEMM of one projection, with sums in float32.
+    """Launch one projection's weight-gradient GEMM; return the gradient, None with ``main_grad``.
 
-    Return the gradient ``(L, M, N)``, or None if it was added to the buffer ``main_grad``.
+    The gradient ``(L, M, N)`` is summed in float32. With ``main_grad`` it is added to that buffer.
     ``experts`` are the results of ``find_experts``, stacked ``(P, L)`` for a layer of P parts.
     """
     begin, num_rows = experts

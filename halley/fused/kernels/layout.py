@@ -92,8 +92,8 @@ ANY_COPIES = 2**31 - 1  # capacity for any number of token copies
 TASK_ROWS = 64  # token copies of one combine task
 ORDER_BITS = 16  # packed slot: expert << 16 | number of earlier slots of this expert in its block
 
-# Words of the plan's tickets: atomic counters from which CTAs take tasks, and counts of CTAs that
-# have ended. All are zero between the launch pairs of a plan.
+# Indices of words in the plan's section ``tickets``: atomic counters from which CTAs take tasks,
+# and counts of CTAs that have ended. All are zero between the launch pairs of a plan.
 NUM_TICKETS = 8
 FETCH_TICKET = tl.constexpr(0)
 FIRST_GEMM_TICKET = tl.constexpr(1)
@@ -103,7 +103,7 @@ SUM_TICKET = tl.constexpr(4)
 DISPATCH_EXITS = tl.constexpr(5)  # of the fetch and the first GEMM
 COMBINE_EXITS = tl.constexpr(6)  # of the second GEMM and the combine
 
-# Words of the plan's summary.
+# Indices of words in the plan's section ``summary``.
 IS_USABLE = tl.constexpr(0)  # 1 if all ranks published in time; if 0, kernels skip the whole plan
 NUM_TILES = tl.constexpr(1)
 NUM_COPIES = tl.constexpr(2)  # length of the fetch list, with its unused entries
@@ -111,7 +111,7 @@ NUM_OWN_COPIES = tl.constexpr(3)  # length of the fetch list's first part, with 
 CALL = tl.constexpr(4)  # epoch of the call that made the plan
 PASS = tl.constexpr(5)  # epoch of the pass that uses the plan
 
-# Words of the counters of a rank. All but PLANNED and EPOCH are zero between launches.
+# Indices of words in a rank's ``counters``. All but PLANNED and EPOCH are zero between launches.
 NUM_COUNTERS = 16
 PLAN_TICKET = tl.constexpr(0)
 PUBLISHED = tl.constexpr(1)  # tasks that have published routing, or CTAs that have copied rows
@@ -124,10 +124,10 @@ ROWS_COPIED = tl.constexpr(6)  # tasks that have copied rows to the send buffer
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of a layer, and offsets of all sections in words; none depends on the routing.
+    """Sizes of a fused layer, and offsets, in int32 words, in its routing buffer and its plans.
 
-    The attributes from ``published`` on are offsets of the sections that the module docstring
-    lists, or sizes of the routing buffer, of a record and of a plan.
+    None depends on the routing. The attributes from ``published`` on are offsets of the sections
+    that the module docstring lists, or sizes of the routing buffer, of a record and of a plan.
     """
 
     num_ranks: int
@@ -151,7 +151,7 @@ class Layout:
     num_tickets: int = NUM_TICKETS
     order_bits: int = ORDER_BITS
 
-    # Routing buffer.
+    # Offsets in the routing buffer, and its number of words.
     published: int
     sums_ready: int
     overflow_rows: int
@@ -160,14 +160,14 @@ class Layout:
     records: int
     routing_words: int
 
-    # One record, from its beginning.
+    # Offsets in one record, and its number of words.
     header: int
     counts: int
     packed: int
     weights: int
     record_words: int
 
-    # Plan.
+    # Offsets in a dispatch plan, and its number of words.
     summary: int
     tickets: int
     expert_rows: int
@@ -193,7 +193,7 @@ class Layout:
     plan_words: int
 
     def __hash__(self) -> int:
-        """Hash only a few sizes of the layout: each kernel launch hashes it."""
+        """Return the hash of only a few sizes, because each kernel launch hashes its layout."""
         return hash((self.num_ranks, self.num_experts, self.top_k, self.max_tokens, self.block_m))
 
 
@@ -280,7 +280,7 @@ def make_layout(
 
 
 def _offsets(**words: int) -> dict[str, int]:
-    """Return the offset in words of each section, and of their end; sections start at 64 bytes."""
+    """Return each section's offset in words, a multiple of 16 (64 bytes), and the end as "end"."""
     offsets, start = {}, 0
     for name, size in words.items():
         offsets[name] = start

@@ -20,7 +20,7 @@ from halley.fused.kernels.peer import SUMS, failure_code, peer_ptr, poll, signal
 
 @triton.jit
 def _load_rows(first, plan, LAYOUT: tl.constexpr, ROWS: tl.constexpr):
-    """Return the source token and rows of entries of the combine list; -1 for unused entries."""
+    """Return origin (source rank * T + token) and rows of combine-list entries; -1 where unused."""
     copy = first + tl.arange(0, ROWS)
     k = tl.arange(0, LAYOUT.padded_k)
     origin = tl.load(plan + LAYOUT.combine_origin + copy)
@@ -34,7 +34,7 @@ def _add_rows(
     acc, line, origin, z_RD, plan, column, inside,
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Add one expert output row of each token copy to ``acc``, weighted; zero if it has none."""
+    """Return ``acc`` plus one output row of each token copy, times its weight if ``WEIGHTED``."""
     row = tl.load(plan + LAYOUT.combine_rows + line)
     real = (row >= 0) & (origin >= 0)
     at = (row.to(tl.int64) * HIDDEN_SIZE)[:, None] + column[None, :]
@@ -55,8 +55,8 @@ def _store_sums(
     """Store partial sums of tokens in the combine buffers of the tokens' source ranks."""
     NUM_RANKS: tl.constexpr = LAYOUT.num_ranks
     token = (origin % LAYOUT.max_tokens).to(tl.int64)
-    # The addresses of all ranks are loaded and one is selected. A load by origin would depend on
-    # the origin and stall the store.
+    # The addresses of all ranks are loaded and one is selected. A load indexed by the source rank
+    # would begin only after the load of ``origin``, and delay the store.
     target = tl.zeros((ROWS,), tl.int64)
     for peer in tl.static_range(NUM_RANKS):
         address = tl.load(combine_ptrs_W + peer)
@@ -87,7 +87,7 @@ def send_sums(
     _, row_RK = _load_rows(first, plan, LAYOUT, LAYOUT.task_rows)
     most_rows = tl.max(tl.sum((row_RK >= 0).to(tl.int32), axis=1), axis=0)
     if STAGES == 1:
-        # All K rows of a copy are loaded, even if it has fewer: a fixed number of loads can be
+        # Each copy has K loads, masked if it has fewer rows: a fixed number of loads can be
         # unrolled and be in flight together.
         for start in range(0, LAYOUT.task_rows, ROWS):
             copy = first + start + tl.arange(0, ROWS)
@@ -126,7 +126,7 @@ def send_weight_gradients(
     task, dweight_RJ, plan, dweight_ptrs_W, combine_tokens, rank,
     LAYOUT: tl.constexpr, NUM_SUMMANDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add the summands of routing-weight gradients; send the sums to the tokens' source ranks.
+    """Sum the columns of ``dweight_RJ`` for a task's rows; send the results to source ranks.
 
     A token's gradients are stored in the order in which it chose the experts of this rank.
     """
@@ -151,7 +151,7 @@ def send_weight_gradients(
 def count_sent(
     chunk, num_tasks, plan, routing, routing_ptrs_W, rank, epoch, LAYOUT: tl.constexpr
 ):  # fmt: skip
-    """Count a combine task of a column chunk as sent; the last one sets ``sums_ready`` flags."""
+    """Count a combine task of a chunk as sent; the last one sets ``sums_ready`` on every rank."""
     tl.debug_barrier()  # the sums of all threads are stored before one thread releases
     sent = plan + LAYOUT.chunk_sent + chunk
     if tl.atomic_add(sent, 1, sem="acq_rel", scope="sys") == num_tasks - 1:
@@ -165,9 +165,9 @@ def sums_are_ready(
     sum_ticket, num_sum_tasks, chunk_sum_tasks, arrived_chunk, plan, routing, epoch,
     LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Return whether the partial sums for a sum task have arrived from all ranks; do not wait.
+    """Return whether a sum task is left and all contributing ranks have sent its column chunk.
 
-    Those of ``arrived_chunk`` and earlier chunks are known to have arrived.
+    The function does not wait. The sums of ``arrived_chunk`` are known to have arrived.
     """
     ready = sum_ticket < num_sum_tasks
     if ready:
@@ -185,7 +185,7 @@ def sums_are_ready(
 def wait_for_sums(
     chunk, plan, routing, epoch, rank, status, host_status, timeout_ns, LAYOUT: tl.constexpr
 ):
-    """Wait for the partial sums of a column chunk from all ranks with experts of own tokens.
+    """Wait for a chunk's partial sums from all contributing ranks; return False if a wait failed.
 
     The time limit for this rank's own sums is twice as long. If a tile is missing, the CTA that
     sends these sums must time out first, because its failure names the tile.
@@ -206,7 +206,7 @@ def _add_partial_sums(
     task, chunk, y_TD, combine_buffer_WTD, combine_tokens, plan, num_tokens,
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums of some tokens in rank order; store the output of these tokens."""
+    """Add the partial sums of some own tokens in rank order; store a column chunk of ``y_TD``."""
     NUM_RANKS: tl.constexpr = LAYOUT.num_ranks
     token = task * ROWS + tl.arange(0, ROWS)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -230,8 +230,9 @@ def _collect_weight_gradients(
     task, idx_TK, dweights_TK, dweight_ptrs_W, combine_tokens, num_tokens, rank,
     LAYOUT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store routing-weight gradients in the order of the tokens' choices.
+    """Copy routing-weight gradients from this rank's receive buffer to ``dweights_TK``.
 
+    The receive buffer has a token's gradients by rank, ``dweights_TK`` in the order of its choices.
     The ranks of a tensor-parallel group share an expert, so their gradients are added.
 
     Example: a token chose experts (5, 0, 4), and each rank has four experts. The gradients of the
@@ -267,9 +268,9 @@ def sum_task(
     LAYOUT: tl.constexpr, BACKWARD: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Add partial sums of some own tokens; in backward, collect routing-weight gradients too.
+    """Compute a chunk of ``y_TD`` for some own tokens; in backward, chunk 0 also ``dweights_TK``.
 
-    Routing-weight gradients have no column chunks, so the tasks of chunk 0 add them.
+    Routing-weight gradients have no column chunks, so the tasks of chunk 0 copy them.
     """
     _add_partial_sums(
         task, chunk, y_TD, combine_buffer_WTD, combine_tokens, plan, num_tokens,

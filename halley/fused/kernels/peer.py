@@ -1,6 +1,6 @@
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Device functions for memory that other ranks and other CTAs write: flags, waits, failures.
+"""Flags, waits and failure codes for memory that other ranks and other CTAs write.
 
 Flags and counters are int32 words that only grow while a CTA waits for them. A rank signals another
 rank with a store-release at system scope; the other rank polls with acquire loads. Each wait has a
@@ -22,7 +22,7 @@ from halley.interpreter import INTERPRETED
 
 STATUS_WORDS = 1
 HOST_STATUS_WORDS = 4
-# Kinds of failures. The first five are waits that timed out.
+# Kinds of failures, the high bits of a failure code. PLAN to ROWS are waits that timed out.
 PLAN = tl.constexpr(1)
 DISPATCH = tl.constexpr(2)
 COMBINE = tl.constexpr(3)
@@ -49,7 +49,7 @@ _LIMITS = {
 
 
 def check(host_status: torch.Tensor, *, rank: int, timeout_s: float) -> None:
-    """Raise a RuntimeError that names rank, peer and operation if a kernel reported a failure.
+    """Raise a RuntimeError if ``host_status`` has a failure code; it names this rank and the cause.
 
     The failure code is ``kind << 48 | peer << 32 | index``. Depending on the kind, ``index`` is a
     tile, a column chunk, a call (0 for a new call), a number of rows or a number of tokens.
@@ -80,14 +80,14 @@ _LAST_EPOCH = tl.constexpr(2**31 - 2)  # the largest epoch whose successor is an
 
 @triton.jit
 def peer_ptr(ptrs_W, peer, like):
-    """Return the address of rank ``peer``'s copy of a symmetric buffer, with ``like``'s type."""
-    # The alignment hint follows the cast: an address made from an integer has no alignment.
+    """Return a pointer to rank ``peer``'s copy of a symmetric buffer, of the type of ``like``."""
+    # The alignment hint must follow the cast: Triton knows none for a pointer from an integer.
     return tl.multiple_of(tl.load(ptrs_W + peer).to(like.dtype), 16)
 
 
 @triton.jit
 def fence_async():
-    """Order earlier acquires of this CTA before the TMA loads that follow.
+    """Order earlier acquire loads of this CTA before its later TMA loads.
 
     TMA accesses memory through the async proxy, which an acquire alone does not order.
     """
@@ -99,7 +99,7 @@ def fence_async():
 
 @triton.jit
 def wait_bulk_stores():
-    """Wait until the TMA stores of this thread are complete and visible."""
+    """Wait until this thread's TMA stores are complete, so that a later release covers them."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, $1;", "=r,r",
         [tl.full((), 0, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
@@ -109,7 +109,7 @@ def wait_bulk_stores():
 @triton.jit
 def clock_ns():
     """Return the device clock in ns, the same value in all threads of the CTA."""
-    # Every thread reads its own clock, but the condition of a loop must not differ by thread. The
+    # Threads read the clock at different times, but a loop's condition must be equal in all. The
     # maximum over a tensor that spans all warps goes through shared memory, so all threads get it.
     lanes = tl.inline_asm_elementwise(
         "mov.u64 $0, %globaltimer;", "=l,r", [tl.zeros((CLOCK_LANES,), tl.int32)],
@@ -120,7 +120,7 @@ def clock_ns():
 
 @triton.jit
 def poll(word, scope: tl.constexpr):
-    """Load a word with acquire semantics: later loads see all stores before the word's release."""
+    """Load a word once, as an acquire: later loads see all stores before the word's release."""
     return tl.atomic_add(word, 0, sem="acquire", scope=scope)
 
 
@@ -132,14 +132,14 @@ def failure_code(kind: tl.constexpr, peer, index):
 
 @triton.jit
 def report_failure(status, host_status, code):
-    """Store the code of the first failure, for other kernels and the host; drop later ones."""
+    """Store a failure code in ``status`` and ``host_status``, unless ``status`` has one already."""
     if tl.atomic_cas(status, tl.full((), 0, tl.int64), code, sem="relaxed", scope="gpu") == 0:
         tl.store(host_status, code)
 
 
 @triton.jit
 def wait(word, target, timeout_ns, status, host_status, code, scope: tl.constexpr):
-    """Poll until ``word >= target``; return False after the time limit or another failure.
+    """Return True once ``word >= target``; False after the time limit or any failure of this rank.
 
     Example: the flag ``published[1]`` is 6 and pass 7 waits for it. The CTA polls until rank 1
     stores 7. After ``timeout_ns`` it reports ``code``, and all other waits of this rank end.
@@ -163,7 +163,7 @@ def wait(word, target, timeout_ns, status, host_status, code, scope: tl.constexp
 
 @triton.jit
 def signal(word, value):
-    """Store a flag in another rank's memory, after all earlier stores of this CTA.
+    """Store a flag in the memory of any rank, ordered after all earlier stores of this CTA.
 
     This is a store-release and not an atomic: each flag has one writer, and some links between GPUs
     carry no atomics. The reader's ``wait`` acquires.
@@ -190,7 +190,7 @@ def signal_all(flags, epoch, rank, routing, routing_ptrs_W, LAYOUT: tl.constexpr
 
 @triton.jit
 def next_epoch(counters, status, host_status):
-    """Return the epoch (number) of the pass that this launch begins; call ``count_pass`` later."""
+    """Return the epoch (number) of the pass that this launch begins; ``count_pass`` stores it."""
     epoch = tl.load(counters + EPOCH) + 1
     if epoch == _LAST_EPOCH:
         report_failure(status, host_status, failure_code(EPOCHS, 0, epoch))
@@ -199,7 +199,7 @@ def next_epoch(counters, status, host_status):
 
 @triton.jit
 def count_pass(counters, epoch):
-    """Store the epoch of this pass for later launches, once all CTAs have read the old epoch."""
+    """Store this pass's epoch for later launches; call it when all CTAs have read the old epoch."""
     tl.store(counters + EPOCH, epoch)
 
 
@@ -209,14 +209,14 @@ def exits_last(num_exited, num_exits):
     return tl.atomic_add(num_exited, 1, sem="acq_rel", scope="gpu") == num_exits - 1
 
 
-# The interpreter has no programmatic dependent launches. There, ``side_by_side`` in
-# ``ops/kernels/launch.py`` runs the two launches concurrently.
+# The interpreter has no programmatic dependent launches: there, the next two functions do nothing.
+# ``side_by_side`` in ``ops/kernels/launch.py`` runs the two launches concurrently instead.
 _COMPILED = tl.constexpr(not INTERPRETED)
 
 
 @triton.jit
 def let_second_begin():
-    """Let a programmatic dependent launch begin when all CTAs have called this or ended."""
+    """Let a dependent launch begin when all CTAs of this launch have called this or ended."""
     if _COMPILED:
         gdc_launch_dependents()
 
@@ -245,7 +245,7 @@ def copy_rows(
     first, x_TD, send_buffer_TD, num_tokens,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy ``ROWS`` rows of this rank, from ``first`` on, to its send buffer."""
+    """Copy up to ``ROWS`` rows of ``x_TD``, from ``first`` on, to the same rows of the buffer."""
     row = first + tl.arange(0, ROWS)
     for start in range(0, HIDDEN_SIZE, COLUMNS):
         column = start + tl.arange(0, COLUMNS)

@@ -1,6 +1,6 @@
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Exchange the routing of all ranks and count it, in tasks of ``plan_kernel``.
+"""Tasks of ``plan_kernel`` that exchange the routing of all ranks and count its rows.
 
 ``publish_task`` stores a block of this rank's routing in this rank's record on every rank.
 ``count_task`` waits for the records of all ranks and turns the counts of their blocks into offsets:
@@ -44,14 +44,14 @@ _STEP = tl.constexpr(1024)  # blocks that one iteration counts
 
 @triton.jit
 def record_of(routing, source, epoch, LAYOUT: tl.constexpr):
-    """Return the address of the routing record of rank ``source`` for the pass ``epoch``."""
+    """Return the address, in a routing buffer, of rank ``source``'s record for pass ``epoch``."""
     half = (epoch % 2) * LAYOUT.num_ranks + source
     return routing + LAYOUT.records + half.to(tl.int64) * LAYOUT.record_words
 
 
 @triton.jit
 def call_in_use(routing, source, epoch, LAYOUT: tl.constexpr):
-    """Return the address where rank ``source`` names the call whose plan it uses in a pass."""
+    """Return the address where rank ``source`` stores which call's plan it uses in a pass."""
     return routing + LAYOUT.call_in_use + (epoch % 2) * LAYOUT.num_ranks + source
 
 
@@ -89,7 +89,7 @@ def group_of(local, LAYOUT: tl.constexpr):
 
 @triton.jit
 def last_group(expert_TK, rank, LAYOUT: tl.constexpr):
-    """Return the group of each token's largest expert on ``rank``; ``num_groups`` without one."""
+    """Return each token's last expert group on ``rank``; ``num_groups`` for a token without one."""
     local = local_experts(expert_TK, rank, LAYOUT)
     largest = tl.max(tl.where(local < LAYOUT.num_local, local, -1), axis=1)
     return tl.where(largest >= 0, group_of(largest, LAYOUT), LAYOUT.num_groups)
@@ -97,7 +97,7 @@ def last_group(expert_TK, rank, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _load_experts(idx_TK, slot, num_tokens, LAYOUT: tl.constexpr):
-    """Return the experts of (token, choice) slots ``token * padded_k + k``; -1 without one."""
+    """Return expert ids of slots ``token * padded_k + k``; -1 for dropped or padding slots."""
     token, k = slot // LAYOUT.padded_k, slot % LAYOUT.padded_k
     real = (k < LAYOUT.top_k) & (token < num_tokens)
     return tl.load(idx_TK + token * LAYOUT.top_k + k, mask=real, other=-1).to(tl.int32)
@@ -108,7 +108,7 @@ def _publish_block(
     block, idx_TK, weights_TK, num_tokens, epoch, rank, routing, routing_ptrs_W,
     LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Store the packed slots, the weights and the counts of one block in all ranks' records.
+    """Store packed slots, weights and counts of a block in this rank's record on every rank.
 
     Example: two tokens with experts (2, 0) and (2, 1) are packed as (2 << 16, 0 << 16) and
     (2 << 16 | 1, 1 << 16), because one slot of expert 2 precedes the second one in the block.
@@ -156,7 +156,7 @@ def publish_task(
     task, idx_TK, weights_TK, num_tokens, excess_tokens, epoch, rank, routing, routing_ptrs_W,
     LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Store the routing of one block of this rank's tokens on all ranks; task 0 also the header."""
+    """Store the routing of a block of own tokens on all ranks; task 0 also header and call."""
     if task == 0:
         for peer in range(LAYOUT.num_ranks):
             record = record_of(peer_ptr(routing_ptrs_W, peer, routing), rank, epoch, LAYOUT)
@@ -172,9 +172,9 @@ def publish_task(
 
 @triton.jit
 def _count_column(column, routing, plan, epoch, rank, usable, LAYOUT: tl.constexpr):
-    """Sum one column of row counts over all ranks; store the sum before each block of tokens.
+    """Store in the plan the total of one column of counts, and the sum before each block.
 
-    Columns of token copies have two sums, because the token copies of this rank's own tokens are a
+    Columns of token copies have two totals, because the copies of this rank's own tokens are a
     separate part of the fetch list and of the combine list.
     """
     is_copies = column >= LAYOUT.num_local
@@ -203,10 +203,10 @@ def _count_column(column, routing, plan, epoch, rank, usable, LAYOUT: tl.constex
 
 @triton.jit
 def _place_list(counts, begins, keys, real, first, origins, plan, LAYOUT: tl.constexpr):
-    """Place one part of the fetch list or combine list; return the index behind its padding.
+    """Store the first index of each sort key in a part of a list; return the index after the part.
 
-    The first index of each key is stored at ``begins``. ``counts`` holds the token copies of each
-    key. ``first`` is the first index of the part. The padding gets -1.
+    The list is the fetch or the combine list, and the part begins at index ``first``. ``counts``
+    holds the number of token copies of each key. The padding, which ends the part, gets -1.
     """
     count = tl.load(plan + counts + keys, mask=real, other=0)
     tl.store(plan + begins + keys, first + tl.cumsum(count, axis=0) - count, mask=real)
@@ -222,10 +222,10 @@ def _lay_out(
     plan, host_status, epoch, usable, most_tokens, max_rows,
     LAYOUT: tl.constexpr, LOCAL_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Compute each expert's first row, and each sort key's first index in the lists of the plan.
+    """Store each expert's first row and each sort key's first index; return the number of rows.
 
-    Also store the summary of the plan, and zero its counters. Return the number of rows, padded to
-    tiles. More than ``max_rows`` make the plan unusable.
+    Also store the plan's summary, zero its counters, and store its sizes for the host. The number
+    of rows includes padding to tiles. More than ``max_rows`` rows make the plan unusable.
     """
     local = tl.arange(0, LOCAL_PADDED)
     real = local < LAYOUT.num_local
@@ -290,7 +290,7 @@ def count_task(
     column, routing, routing_ptrs_W, plan, epoch, rank, max_rows,
     counters, status, host_status, timeout_ns, LAYOUT: tl.constexpr, LOCAL_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the routing of all ranks and count one column; the last task lays out the plan.
+    """Wait for the routing of all ranks and sum one column of counts; the last task calls _lay_out.
 
     Example: experts 0 and 1 of this rank have 130 and 5 rows, and tiles have 128 rows. Expert 0
     begins at row 0 and has two tiles. Expert 1 begins at row 256. The plan has 3 tiles, 384 rows.
@@ -313,7 +313,7 @@ def count_task(
     usable = complete * (most_tokens == 0)
     _count_column(column, routing, plan, epoch, rank, usable, LAYOUT)
     tl.debug_barrier()
-    # COUNTED holds two counts: finished tasks (low 16 bits), and tasks that saw all records.
+    # COUNTED holds two counts: finished tasks (low 16 bits), tasks that saw all records (high).
     before = tl.atomic_add(counters + COUNTED, 1 + complete * 65536, sem="acq_rel", scope="gpu")
     if before % 65536 == num_columns - 1:
         all_complete = (before // 65536 + complete == num_columns).to(tl.int32)
@@ -333,7 +333,7 @@ def count_task(
 
 @triton.jit
 def store_contributors(expert, token, record, plan, LAYOUT: tl.constexpr):
-    """Store which ranks will send partial sums for this rank's tokens, one bit for each rank."""
+    """Store in the plan, as bits, which ranks will send partial sums for a block of own tokens."""
     owner = tl.where(expert >= 0, expert // LAYOUT.num_local, -1)
     ranks = tl.zeros_like(token)
     all_ranks = 0
@@ -348,7 +348,7 @@ def store_contributors(expert, token, record, plan, LAYOUT: tl.constexpr):
 
 @triton.jit
 def place_tiles(local, plan, LAYOUT: tl.constexpr):
-    """Store expert, number of rows and a zero arrival count for each tile of one expert."""
+    """Store in the plan, for each tile of an expert, its expert, number of rows and 0 arrivals."""
     STEP: tl.constexpr = 64
     rows = tl.load(plan + LAYOUT.expert_rows + local)
     first = tl.load(plan + LAYOUT.expert_begin + local) // LAYOUT.block_m

@@ -26,7 +26,7 @@ def grouped_gemm_kernel(
     computes tiles 0 and 4, CTA 3 only tile 3.
     """
     total = num_tiles * NUM_COLUMNS
-    # Triton flattens both loops into one: loads of a tile start during the previous tile.
+    # Triton flattens the loops over tiles and depth: a tile's loads start during the previous tile.
     for ticket in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=True):
         tile, column = tile_of(ticket, num_tiles, NUM_COLUMNS, GROUP)
         expert = tl.load(tile_expert + tile)
@@ -50,7 +50,7 @@ def grouped_gemm(
     tile: GemmTile,
     num_programs: int,
 ) -> None:
-    """Multiply the rows of each tile by the weights of its expert, to ``out_RN``.
+    """Write to ``out_RN`` the rows of each row tile times the transposed weights of its expert.
 
     Each tile of ``block_m`` rows belongs to one expert, ``tile_expert``, int32. The launch has
     ``num_programs`` CTAs.

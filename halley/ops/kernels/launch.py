@@ -23,7 +23,7 @@ import triton
 from halley.interpreter import INTERPRETED
 
 
-# Raised by the first launch of a kernel that needs more than one SM has.
+# Raised by the first launch of a kernel that needs more, such as shared memory, than an SM has.
 OutOfResources = triton.OutOfResources
 
 MAP_BYTES = 128  # size and alignment of a CUtensorMap
@@ -36,7 +36,7 @@ _DESC = "tensordesc"  # begin of the type name of a tensor descriptor in Triton
 
 
 class LaunchOptions(TypedDict, total=False):
-    """Options of one kernel launch."""
+    """Options of one kernel launch, all optional; see ``Launcher.__call__``."""
 
     num_warps: int
     num_stages: int
@@ -97,14 +97,14 @@ class DirectLaunch:
         self._lock = threading.Lock()  # threads share the parameters of ``_prepared``
 
     def __call__(self, stream: int, args: tuple[object, ...]) -> None:
-        """Launch the kernel on a stream, with tensors, ints and descriptors of tensors."""
+        """Launch the kernel on a stream; ``args`` are tensors, ints and tensor descriptors."""
         values = [value for index, arg in enumerate(args) for value in self.flatten(index, arg)]
         with self._lock:
             self._prepared.fill(values)
             self._prepared(stream)
 
     def flatten(self, index: int, arg: object) -> tuple[Any, ...]:
-        """Return the launch parameters of the CUDA driver for kernel argument ``index``."""
+        """Return the values of the driver's launch parameters for ``arg``, argument ``index``."""
         if type(arg) is int:
             return (arg,)
         if isinstance(arg, torch.Tensor):
@@ -120,12 +120,12 @@ class DirectLaunch:
             from triton.backends.nvidia.driver import make_tensordesc_arg
 
             moved = object.__new__(type(desc))
-            # Triton reads only the address of the tensor.
+            # Triton reads only the tensor's address, so an object that returns it is enough.
             moved.__dict__.update(desc.__dict__, base=SimpleNamespace(data_ptr=lambda: address))
             made = make_tensordesc_arg(moved, self._descs[index])[0]
             if len(self._maps) == _MAX_MAPS:
                 self._maps.clear()
-            # Triton's C object exposes no bytes; the TMA map is its last field.
+            # Triton's C object exposes no bytes: read the memory of its last field, the TMA map.
             end = id(made) + type(made).__basicsize__
             found = self._maps[key] = ctypes.string_at(end - MAP_BYTES, MAP_BYTES)
         return found
@@ -133,7 +133,7 @@ class DirectLaunch:
 
 @final
 class PreparedLaunch:
-    """A recorded launch with a parameter buffer of its own, for ``fused/replay.py`` to repeat."""
+    """A kernel launch with a parameter buffer of its own, which ``fused/replay.py`` can repeat."""
 
     def __init__(self, launch: DirectLaunch) -> None:
         self._launch = launch  # keeps the function loaded
@@ -173,7 +173,7 @@ _recording = threading.local()  # steps: the list that launches of this thread a
 
 
 def set_recording(steps: list[Any] | None) -> None:
-    """Append all later kernel launches and noted calls of this thread to a list; None stops."""
+    """Append this thread's later kernel launches and ``note_call`` calls to a list; None stops."""
     _recording.steps = steps
 
 
@@ -195,7 +195,7 @@ _only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
 
 @contextmanager
 def compile_only(num_ranks: int) -> Generator[None, None, None]:
-    """Compile kernels in parallel instead of launching them; for the current thread only.
+    """In this thread's ``with`` block, compile kernels in parallel instead of launching them.
 
     All kernels are compiled when the outermost context ends, or it raises the compiler's error.
     ``num_ranks`` processes share the CPU cores and compile at the same time.
@@ -218,7 +218,7 @@ def only_compiles() -> bool:
 
 
 _Launch: TypeAlias = tuple[Any, tuple[int, ...], tuple[object, ...]]  # kernel, grid, arguments
-# Interpreted launches of an open ``side_by_side`` block.
+# Launches that the interpreter runs at the end of an open ``side_by_side`` block; else None.
 _pending: ContextVar[list[_Launch] | None] = ContextVar("pending", default=None)
 
 
@@ -241,7 +241,7 @@ def side_by_side(fused: bool) -> Generator[None, None, None]:
 
 @final
 class Launcher:
-    """Launches one kernel, and bypasses Triton after the first launch with given constants, dtypes.
+    """Launches one kernel; bypasses Triton if constants, dtypes and options were launched before.
 
     Triton inspects every argument of every call to select a binary, which takes longer than a small
     kernel runs. Here only constants and dtypes select it. Therefore kernels declare their ints as
@@ -262,7 +262,7 @@ class Launcher:
         dtypes: tuple[torch.dtype, ...] = (),
         **options: Unpack[LaunchOptions],
     ) -> None:
-        """Launch the kernel with ``num_programs`` CTAs.
+        """Launch the kernel with ``num_programs`` CTAs, or only compile it in ``compile_only``.
 
         ``constants`` are its ``tl.constexpr`` parameters, and ``dtypes`` those of the tensors in
         ``args`` that may have different ones.
@@ -313,12 +313,12 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def current_stream(device: int) -> int:
-    """Return the handle of the current stream; torch's stream object takes 2 us to make."""
+    """Return the handle of the current stream, without torch's object, which takes 2 us to make."""
     return torch._C._cuda_getCurrentRawStream(device)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
 def lay_out(types: list[str]) -> tuple[struct.Struct, list[int]]:
-    """Return the packed format of a kernel's parameters, and the offset of each.
+    """Return the packed format of a kernel's launch parameters, and the byte offset of each.
 
     A descriptor becomes a TMA map, a shape and strides. Two addresses of scratch memory end the
     list, as in every kernel that Triton compiles.

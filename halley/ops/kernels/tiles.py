@@ -18,7 +18,7 @@ from halley.ops.kernels.launch import Launcher
 
 @dataclass(frozen=True, kw_only=True)
 class GemmTile:
-    """Shape of one GEMM tile, and of the loop that computes it.
+    """Sizes of a GEMM tile except its number of rows, and settings of the loop that computes it.
 
     ``run`` is the number of adjacent tiles that a CTA computes in one loop, in which the loads of a
     tile start during the previous one. 0 is for weight gradients: see ``_choose_run``.
@@ -35,7 +35,7 @@ class GemmTile:
 
 @triton.jit
 def tile_of(ticket, num_tiles, num_columns, GROUP: tl.constexpr):
-    """Return the (row tile, column tile) that a CTA computes for a ticket.
+    """Return the indices (row tile, column tile) of tile number ``ticket`` in order of computation.
 
     Consecutive tickets are ``GROUP`` row tiles of one column tile, so that the L2 cache still holds
     its weights. Example: 3 row tiles, 2 column tiles, ``GROUP`` 2: tickets 0 to 5 are tiles (0, 0),
@@ -53,7 +53,7 @@ def multiply_step(
     acc, a_desc, b_desc, row, expert, column, k,
     TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Add ``a[row tile, k block] @ b[expert, column tile, k block].T`` to ``acc``, an output tile.
+    """Return output tile ``acc`` plus ``a[rows, k block] @ b[expert, columns, k block].T``.
 
     ``b`` is (experts, projections, columns of a projection, depth). A tile has the same columns of
     every projection side by side, because the activation needs gate and up value of a column. If
@@ -72,7 +72,7 @@ def multiply_tile(
     a_desc, b_desc, row, expert, column, DEPTH: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return ``a[row : row + BLOCK_M] @ b[expert, :, column :].T`` in float32."""
+    """Return the float32 tile at (row, column) of ``a @ b[expert].T``, no T if TRANSPOSED."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, DEPTH, BLOCK_K):
         acc = multiply_step(
@@ -124,7 +124,7 @@ def _gelu_slope(x):
 
 @triton.jit
 def _columns_at(row, column, STRIDE: tl.constexpr, SIZE: tl.constexpr, QUARTER: tl.constexpr):
-    """Return offsets of some columns of rows, and a mask of the columns that exist."""
+    """Return offsets of ``QUARTER`` columns of rows, and a mask of those below ``SIZE``."""
     columns = column + tl.arange(0, QUARTER)
     at = (row.to(tl.int64) * STRIDE)[:, None] + columns[None, :]
     return at, (columns < SIZE)[None, :]
@@ -135,7 +135,7 @@ def _store_gradient_quarter(
     grad, weight, pre_RG, h_RF, dpre_RG, row, column,
     GATED: tl.constexpr, SIZE: tl.constexpr, QUARTER: tl.constexpr,
 ):  # fmt: skip
-    """Store backward results of a quarter of a tile; return the row sums of ``grad`` times h."""
+    """Store ``dpre`` and ``h`` of a quarter of a tile; return row sums of ``grad * act(pre)``."""
     dtype: tl.constexpr = h_RF.dtype.element_ty
     at, inside = _columns_at(row, column, 2 * SIZE if GATED else SIZE, SIZE, QUARTER)
     gate = tl.load(pre_RG + at, mask=inside, other=0.0)
@@ -227,7 +227,7 @@ def weight_gemm_kernel(
         begin3, steps3 = _find_part(
             expert_begin, expert_rows, expert, NUM_EXPERTS, 3, NUM_PARTS, BLOCK_K
         )
-        # An expert's steps go through layer parts 0 to 3 in order. Parts 1 to 3 begin here.
+        # An expert's steps go through layer parts 0 to 3 in order. Part p begins at step first<p>.
         first1 = steps
         first2 = first1 + steps1
         first3 = first2 + steps2
@@ -245,7 +245,7 @@ def weight_gemm_kernel(
                 BLOCK_M, BLOCK_N, HALVES, ACCUMULATE,
             )  # fmt: skip
         else:
-            # An expert without rows needs one step of zeros, because the loop stores the tile.
+            # An expert without rows needs one step of zeros, because only a step stores a tile.
             begin = tl.where(steps > 0, begin, _PAST_ALL_ROWS)
             begin1 = tl.where(steps > 0, begin1, _PAST_ALL_ROWS)
             begin2 = tl.where(steps > 0, begin2, _PAST_ALL_ROWS)
@@ -272,7 +272,7 @@ def _find_part(
     expert_begin, expert_rows, expert,
     NUM_EXPERTS: tl.constexpr, PART: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return an expert's first row and number of steps in layer part ``PART``; 0 if none."""
+    """Return an expert's first row and number of steps in part ``PART``; 0, 0 if no such part."""
     begin = 0
     steps = 0
     if PART < NUM_PARTS:
@@ -364,7 +364,7 @@ def weight_gemm(
     is_wide = out_LMN.dtype == torch.float32
     is_plain = not (is_wide or accumulate)
     tile = _choose_run(tile, rows_per_expert=len(rows_RN) // num_experts, is_plain=is_plain)
-    # A whole float32 tile would need shared memory that the loads of the main loop use.
+    # A whole tile, in float32 or of a run, would need shared memory that the main loop's loads use.
     in_halves = (is_wide or tile.run > 1) and tile.block_n > 1
     _launch(
         num_programs * tile.per_sm,
@@ -381,7 +381,7 @@ def weight_gemm(
 
 
 def _choose_run(tile: GemmTile, *, rows_per_expert: int, is_plain: bool) -> GemmTile:
-    """Return ``tile`` with a run and a tile size for the number of rows, if its ``run`` is 0.
+    """Return ``tile``; if its ``run`` is 0, with a run and columns that fit the number of rows.
 
     With fewer rows, a tile has fewer steps, and a run needs more tiles. Runs use two CTAs on each
     SM with half the columns: one CTA stores while the other multiplies. A GEMM that adds to its
