@@ -41,6 +41,7 @@ _PARTS = {
     "route.wait": "wait: counts of all ranks",
     "dispatch.wait": "wait: dispatch",
     "experts": "experts",
+    "fused_experts": "fused experts, with dispatch and combine",
     "combine.wait": "wait: combine",
     "restore": "weighted sum",
     "forward": "embedding and head",
