@@ -81,12 +81,12 @@ def graph_table(path: Path) -> list[str]:
         f"NCCL channel ({first['link_gb_per_s']:.0f} GB/s out of each GPU), {first['num_tokens']} "
         f"tokens a rank, torch {first['torch']}, {first['date']}:",
         "",
-        "| model | strategy | passes | step | exposed communication |",
-        "|---|---|---|---|---|",
+        "| model | variant | step | exposed communication |",
+        "|---|---|---|---|",
     ]
     for row in rows:
         times = [_milliseconds(row[key]) for key in ("median_us", "exposed_comm_us")]
-        cells = [row["model"], row["strategy"], row["passes"], *times]
+        cells = [row["model"], row["variant"], *times]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
