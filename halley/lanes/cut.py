@@ -11,10 +11,11 @@ The example has one MoE layer:
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from halley.compiler.graph_analysis import is_gemm, is_random, is_view
 from halley.compiler.graph_collectives import collective_kind, is_wait, operator_name
@@ -46,6 +47,7 @@ class Item:
     outputs: tuple[str, ...] = ()
     needs: tuple[int, ...] = ()  # indices of the items that produce the inputs
     gradients: tuple[tuple[str, int], ...] = ()
+    is_static: bool = False  # whether all sizes of a "segment" or "unit" are known before it runs
     has_rows: bool = False  # whether a "wait" returns floating-point rows and not counts
 
 
@@ -55,6 +57,7 @@ class _Draft:
 
     kind: Kind
     nodes: list[fx.Node] = field(default_factory=list)
+    is_static: bool = True
 
 
 def cut_step(graphs: StepGraphs) -> tuple[Item, ...]:
@@ -100,9 +103,9 @@ def _cut(graph: fx.Graph) -> tuple[list[_Draft], set[fx.Node]]:
             if draft is None or draft.kind != "host":
                 drafts.append(draft := _Draft("host"))
         elif not (is_view(node) and draft is not None and draft.kind == "segment"):
-            if drafts[-1].kind != "segment" or len(drafts) == 1:
-                drafts.append(_Draft("segment"))
-            draft = drafts[-1]
+            draft, is_static = drafts[-1], _is_static(node)
+            if draft.kind != "segment" or len(drafts) == 1 or draft.is_static != is_static:
+                drafts.append(draft := _Draft("segment", is_static=is_static))
         assert draft is not None
         draft.nodes.append(node)
         draft_of[node] = draft
@@ -120,6 +123,12 @@ def _is_host(node: fx.Node, sources: list[_Draft]) -> bool:
     from_host = bool(sources) and all(draft.kind == "host" for draft in sources)
     is_read = operator_name(node) == "halley::read_counts" or (is_view(node) and from_host)
     return is_read or not isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
+
+
+def _is_static(node: fx.Node) -> bool:
+    """Return whether all sizes of a node's result and of its arguments are known."""
+    values: Any = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
+    return not free_symbols(values)
 
 
 def _is_shared(node: fx.Node, shared: set[fx.Node]) -> bool:
@@ -219,6 +228,7 @@ def _finish(
             for position, node in enumerate(gradients)  # type: ignore[arg-type]
             if node in own
         ),
+        is_static=draft.kind in ("segment", "unit") and all(map(_is_static, body)),
         has_rows=draft.kind == "wait"
         and isinstance(value, torch.Tensor)
         and value.is_floating_point(),

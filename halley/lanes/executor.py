@@ -1,11 +1,13 @@
 """Run the pieces (items) of all microbatches of a step in a given order; add up the gradients."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
 
 import torch
+from torch import nn
 
 from halley.core.timeline import Recorder
 from halley.lanes.cut import Item
@@ -62,6 +64,7 @@ class Executor:
         calls: compiled function of each item.
         order: checked by ``check_order``.
         loss: name of the loss among the items' outputs.
+        captures: whether the first step captures items of static shapes as CUDA graphs.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Executor:
         *,
         loss: str,
         exchange: Exchange,
+        captures: bool = False,
     ) -> None:
         check_order(items, order)
         self._loss = loss
@@ -87,8 +91,6 @@ class Executor:
             is_read = tuple((microbatch, name) in read_later for name in item.outputs)
             last_reads = tuple((microbatch, name) not in read_later for name in item.inputs)
             read_later |= {(microbatch, name) for name in item.inputs}
-            # CUDA graphs are not used. Segments of static shapes could be captured here, one graph
-            # for each microbatch and item, because a CUDA graph has the addresses of its tensors.
             actions.append(
                 _Action(
                     name=f"{microbatch}.{index}.{item.kind}",
@@ -101,6 +103,9 @@ class Executor:
                 )
             )
         self._actions = actions[::-1]
+        self._captures = captures
+        self._captured: list[_Action] = []
+        self._addresses: list[int] = []  # of the parameters, when the items were captured
 
     def run(
         self,
@@ -124,9 +129,47 @@ class Executor:
             torch._C._AutoDispatchBelowAutograd(),  # pyright: ignore[reportPrivateUsage]
             torch._C._DisableAutocast(),  # pyright: ignore[reportPrivateUsage]
         ):
-            for action in self._actions:
+            for action in self._with_graphs(values, parameters):
                 _run(action, values[action.microbatch], gradients, recorder)
         return [each[self._loss] for each in values]
+
+    def _with_graphs(
+        self, values: Sequence[dict[str, Any]], parameters: Sequence[Any]
+    ) -> Iterable[_Action]:
+        """Return the actions of a step; if ``captures``, some of them launch CUDA graphs."""
+        if not self._captures:
+            return self._actions
+        addresses = [each.data_ptr() for each in parameters if isinstance(each, nn.Parameter)]
+        if self._captured and addresses == self._addresses:
+            return self._captured
+        return self._capture(values, addresses)
+
+    def _capture(self, values: Sequence[dict[str, Any]], addresses: list[int]) -> Iterator[_Action]:
+        """Yield each action, to run at once, with a CUDA graph if ``can_capture`` says so.
+
+        Later steps use the actions if they have all run and the parameters have these addresses.
+        """
+        graphs, captured = _SegmentGraphs(), list[_Action]()
+        fixed = [
+            {k for k, value in each.items() if isinstance(value, nn.Parameter)} for each in values
+        ]
+        for action in self._actions:
+            own, inputs = fixed[action.microbatch], values[action.microbatch]
+            if can_capture(action.item):
+                names = action.item.inputs
+                arguments = [inputs[name] for name in names], [name in own for name in names]
+                action = replace(action, call=graphs.capture(action.call, *arguments))
+                own.update(action.item.outputs)
+            captured.append(action)
+            yield action
+        self._captured, self._addresses = captured, addresses
+
+
+def can_capture(item: Item) -> bool:
+    """Return whether a CUDA graph can replay an item: it knows its sizes, and reads no tensor."""
+    targets = [node.target for node in item.code.nodes] if item.code else []
+    unsafe = torch.Tag.cudagraph_unsafe
+    return item.is_static and not any(unsafe in getattr(each, "tags", ()) for each in targets)
 
 
 def one_after_another(items: Sequence[Item], *, num_microbatches: int) -> list[tuple[int, int]]:
@@ -196,3 +239,46 @@ def _give(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         parameter.grad = torch.empty_like(parameter).copy_(gradient)
     else:
         parameter.grad += gradient
+
+
+@final
+class _SegmentGraphs:
+    """Captures items as CUDA graphs, which share a memory pool and replay in the order of capture.
+
+    A CUDA graph has the addresses of its tensors. So each microbatch and item has a graph of its
+    own, whose outputs keep their memory and which copies inputs whose addresses may change.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+        gc.collect()  # frees CUDA objects now, because that would break a capture
+
+    def capture(self, call: Call, values: Sequence[Any], fixed: Sequence[bool]) -> Call:
+        """Return a function that replays ``call``, compiled code; nothing runs before it is called.
+
+        ``values`` are tensors of the shapes to capture, ``fixed`` tells which keep their addresses.
+        """
+        inputs = [
+            value if is_fixed else torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.device
+            )
+            for value, is_fixed in zip(values, fixed, strict=True)
+        ]  # fmt: skip
+        copied = [at for at, value in enumerate(values) if inputs[at] is not value]
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                outputs = call([*inputs])
+            finally:
+                graph.capture_end()
+
+        def replay(values: list[Any]) -> Sequence[Any]:
+            for at in copied:
+                inputs[at].copy_(values[at])
+            graph.replay()
+            return outputs
+
+        return replay

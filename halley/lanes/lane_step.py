@@ -178,6 +178,7 @@ class _Program:
         }
         device = device_of(forward)
         self._clock, self._off = Recorder(device), Recorder(device, enabled=False)
+        self._is_cuda = device.type == "cuda"
         self._num_steps = 0
         self._measured: list[list[Span]] = []  # spans of each measured step
         self._executor = self._build(
@@ -207,8 +208,10 @@ class _Program:
         return torch.stack(losses)
 
     def _build(self, order: Order) -> Executor:
-        exchange = self._options.exchange
-        return Executor(self.items, self._calls, order, loss=self._loss, exchange=exchange)
+        exchange, captures = self._options.exchange, self._is_cuda and self.plan is not None
+        return Executor(
+            self.items, self._calls, order, loss=self._loss, exchange=exchange, captures=captures
+        )
 
     def _share_plan(self) -> LanePlan:
         """Plan the order on rank 0 from rank 0's measured times; return the plan on all ranks."""

@@ -18,12 +18,7 @@ import torch
 DECOMPOSITIONS: dict[str, Callable[..., Any]] = {}
 
 _library = torch.library.Library("halley", "FRAGMENT")
-_TAGS = (
-    torch.Tag.pt2_compliant_tag,
-    torch.Tag.needs_exact_strides,
-    # In some operators, the host reads numbers of rows from the GPU, which no CUDA graph captures.
-    torch.Tag.cudagraph_unsafe,
-)
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 
 def define(
@@ -34,15 +29,18 @@ def define(
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     decomposable: bool = False,
+    reads_host: bool = False,
 ) -> Callable[..., Any]:
     """Define operator ``halley::<schema>``; return a function that calls it with little overhead.
 
     ``schema``, ``fake``, ``setup_context`` and ``backward`` are as in ``torch.library``. Without
     ``backward``, a backward through the operator is an error. ``decomposable`` means that ``run``,
-    the implementation, consists of ATen operators on a GPU and can be traced.
+    the implementation, consists of ATen operators on a GPU and can be traced. ``reads_host`` means
+    that the host may read a tensor, so that no CUDA graph can capture the operator.
     """
     name = schema.partition("(")[0]
-    _library.define(schema, tags=_TAGS)
+    tags = (*_TAGS, torch.Tag.cudagraph_unsafe) if reads_host else _TAGS
+    _library.define(schema, tags=tags)
     _library.impl(name, _opaque(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"halley::{name}", fake, lib=_library)
     torch.library.register_autograd(
@@ -91,7 +89,7 @@ def _opaque(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a call can bypass the dispatcher: a plain tensor, no autograd, no tracing."""
+    """Return whether a call can skip the dispatcher: no subclass, grad mode off, not compiling."""
     is_traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
     return type(tensor) is torch.Tensor and not is_traced
 
