@@ -210,4 +210,5 @@ def route_to_shards(routing: Routing, *, num_local: int, tp_size: int) -> Routin
     return Routing(
         topk_idx_TK=shards.flatten(1),
         topk_weights_TK=routing.topk_weights_TK.repeat_interleave(tp_size, dim=1),
+        capacity=routing.capacity,
     )

@@ -50,10 +50,12 @@ class Routing:
         topk_idx_TK: int64 expert ids in ``[0, E)``, or ``DROPPED``. The ids of one token differ.
         topk_weights_TK: float32 weights of the combine, 0 where a slot is dropped. A token's
             weights need not sum to 1.
+        capacity: the most slots of this rank that an expert keeps; None if there is no limit.
     """
 
     topk_idx_TK: torch.Tensor
     topk_weights_TK: torch.Tensor
+    capacity: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,6 +51,7 @@ class AbstractRouter(nn.Module, abc.ABC):
             loss = loss + router.balance_coefficient * balance_loss(probs_TE, counts_E)
         if router.z_coefficient and x_TD.shape[0]:
             loss = loss + router.z_coefficient * z_loss(logits_TE)
+        limit = None
         if router.capacity_factor:
             limit = capacity(router.capacity_factor, idx_TK.numel(), num_experts=num_experts)
             if router.priority == "weight":
@@ -60,7 +61,7 @@ class AbstractRouter(nn.Module, abc.ABC):
                 kept_TK, _ = take_slots(idx_TK, used_E, limit)
             idx_TK = torch.where(kept_TK, idx_TK, DROPPED)
             weights_TK = torch.where(kept_TK, weights_TK, 0.0)
-        routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK)
+        routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK, capacity=limit)
         return RouterOutput(routing, loss, counts_E)
 
 

@@ -268,3 +268,40 @@ permute_rows = define(
     backward=_permute_backward,
     decomposable=True,
 )
+
+
+def capacity_rows(
+    topk_idx: torch.Tensor, *, num_experts: int, capacity: int
+) -> tuple[torch.Tensor, ...]:
+    """Return each row's slot and each slot's row if every expert has C rows, its ``capacity``.
+
+    The slots of an expert are in its first rows. Returns the slot of each row ``(E * C,)``, whether
+    it has one ``(E * C, 1)``, the row of each slot ``(T * K,)``, whether it has one ``(T * K, 1)``.
+    """
+    slots, counts = sort_slots(topk_idx, num_experts)
+    starts, order = counts.cumsum(0) - counts, torch.arange(capacity, device=counts.device)
+    at = (starts[:, None] + order).flatten().clamp_max(slots.shape[0] - 1)
+    experts = topk_idx.flatten()
+    kept, experts = experts >= 0, experts.clamp_min(0)
+    numbers = torch.arange(slots.shape[0], device=counts.device)
+    place = torch.empty_like(slots).index_copy_(0, slots, numbers)
+    rows = experts * capacity + place - starts.index_select(0, experts)
+    used = (order < counts[:, None]).view(-1, 1)
+    return slots.index_select(0, at), used, rows.masked_fill(~kept, 0), kept[:, None]
+
+
+class MoveRows(torch.autograd.Function):
+    """Gather ``rows[index]``, with zeros where ``mask`` is False; the gradient moves rows back.
+
+    Row i of the input is row ``index_back[i]`` of the result where ``mask_back`` is True.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, index, mask, index_back, mask_back):
+        ctx.save_for_backward(index_back, mask_back)
+        return rows.index_select(0, index).masked_fill(~mask, 0.0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        index_back, mask_back = ctx.saved_tensors
+        return grad.index_select(0, index_back).masked_fill(~mask_back, 0.0), *(None,) * 4

@@ -256,7 +256,7 @@ def build_strategies(
     built: dict[str, AbstractStrategy] = {}
     for name in dict.fromkeys(names):
         built[name] = build_strategy(name, group, device=device, **options)
-        # Shared workspaces also give the calls of all layers one order on all ranks.
+        # Layers that share workspaces also run their passes in one order, the same on all ranks.
         if _parse(name).kind in _FUSED:
             options["workspaces"] = cast(Any, built[name]).workspaces
     return [built[name] for name in names]

@@ -20,6 +20,8 @@ from halley.cost.hardware import Predictor
 from halley.distributed.peers import Collective, rank_and_size
 from halley.ops.expert_rows import apply_experts, expert_gemm, find_alignment_problem
 from halley.ops.traceable_routing import (
+    MoveRows,
+    capacity_rows,
     combine_rows,
     gather_rows,
     group_rows,
@@ -37,12 +39,17 @@ class TraceableStrategy(AbstractStrategy):
 
     To compile a model in one graph, set ``torch._dynamo.config.capture_scalar_outputs``, as
     ``halley.compile`` does.
+
+    With ``fixed_sizes``, a rank sends as many rows for each expert as its capacity, so the host
+    reads no counts. Then routers must have a capacity, and all ranks equally many tokens.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, tp_size: int = 1) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, *, tp_size: int = 1, fixed_sizes: bool = False
+    ) -> None:
         self.ep_size = rank_and_size(group)[1]
         check_tp_size(tp_size, num_ranks=self.ep_size)
-        self.group, self.tp_size = group, tp_size
+        self.group, self.tp_size, self._fixed_sizes = group, tp_size, fixed_sizes
         self._lockstep = Lockstep("functional", group=group, tp_size=tp_size)
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
@@ -54,6 +61,8 @@ class TraceableStrategy(AbstractStrategy):
         if experts.up_bias_LG is not None or experts.down_bias_LD is not None:
             raise ValueError("expert_bias (true) must be false for the functional strategy")
         self._lockstep.begin(x_TD, experts)
+        if self._fixed_sizes:
+            return self._lockstep.end(self._run_fixed(x_TD, routing, experts))
         idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
 
         slots_N, counts_E = sort_slots(idx_TK, num_experts)
@@ -69,6 +78,26 @@ class TraceableStrategy(AbstractStrategy):
         y_RD = permute_rows(y_RD, inverse_R, order_R)
         returned_ND = self._exchange("combine", y_RD, recv_splits, send_splits)
         return self._lockstep.end(combine_rows(returned_ND, slots_N, weights_TK))
+
+    def _run_fixed(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        """Run the layer with C rows for each expert, its capacity; rows without a slot are zero."""
+        if routing.capacity is None:
+            raise ValueError("capacity_factor (0) of the router must be above 0 with fixed_sizes")
+        num_local, capacity = experts.num_local_experts, routing.capacity
+        idx_TK = routing.topk_idx_TK
+        places = capacity_rows(idx_TK, num_experts=num_local * self.ep_size, capacity=capacity)
+        x_ND = x_TD.repeat_interleave(idx_TK.shape[1], dim=0)
+        x_RD = MoveRows.apply(x_ND, *places)
+        splits = [num_local * capacity] * self.ep_size
+        x_RD = self._exchange("dispatch", x_RD, splits, splits)
+        x_RD = x_RD.unflatten(0, (-1, num_local, capacity)).transpose(0, 1).flatten(0, 2)
+        ends_L = torch.arange(1, num_local + 1, device=x_TD.device) * (self.ep_size * capacity)
+        y_RD = apply_experts(x_RD, experts, ends_L=ends_L.int(), gemm=expert_gemm)
+        y_RD = y_RD.unflatten(0, (num_local, -1, capacity)).transpose(0, 1).flatten(0, 2)
+        y_RD = self._exchange("combine", y_RD, splits, splits)
+        y_ND = MoveRows.apply(y_RD, *places[2:], *places[:2])
+        weights_TK1 = routing.topk_weights_TK.to(x_TD.dtype).unsqueeze(2)
+        return (y_ND.view(*idx_TK.shape, -1) * weights_TK1).sum(1)
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
         return "experts have biases" if experts.up_bias_LG is not None else ""

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from halley.core.config import MoEConfig, RouterConfig
+from halley.distributed.mesh import build_groups
+from halley.moe.layer import MoELayer
 from halley.strategies.traceable import TraceableStrategy, find_one_rank_problem, run_on_one_rank
 from tests.strategies.layer_case import LayerCase, check_values, make_experts, make_inputs, train
 from tests.strategies.test_values import check_layers
@@ -25,6 +28,50 @@ CASES = {
 def test_values_on_two_ranks_and_on_one(run_ranks) -> None:
     run_ranks(check_layers, 2, list(CASES.values()), "functional")
     run_ranks(check_layers, 1, [LayerCase(num_tokens_W=(9,))], "functional")
+
+
+def _fixed_equals_exact(rank: int, num_ranks: int, router: RouterConfig, top_k: int) -> list[bool]:
+    """Return for output and all gradients whether fixed sizes give the bits of exact sizes."""
+    groups = build_groups(num_ranks, device_type="cpu")
+    config = MoEConfig(
+        num_experts=3 * num_ranks,
+        top_k=top_k,
+        intermediate_size=32,
+        activation="gelu",
+        router=router,
+    )
+    found: list[list[Any]] = []
+    for fixed_sizes in (False, True):
+        torch.manual_seed(rank)
+        strategy = TraceableStrategy(groups.ep, fixed_sizes=fixed_sizes)
+        layer = MoELayer(config, 16, strategy=strategy, groups=groups)
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        x_TD = torch.randn(33, 16, requires_grad=True)
+        out = layer(x_TD)
+        (out.y.square().sum() + out.router_loss).backward()
+        found.append([out.y, x_TD.grad, *(each.grad for each in layer.parameters())])
+    return [torch.equal(*pair) for pair in zip(*found, strict=True)]
+
+
+ROUTERS = {
+    1: RouterConfig(kind="switch", capacity_factor=0.5),
+    2: RouterConfig(kind="top2", capacity_factor=1.5),
+}
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_fixed_sizes_give_the_bits_of_exact_sizes(run_ranks, top_k: int) -> None:
+    for equal in run_ranks(_fixed_equals_exact, 2, ROUTERS[top_k], top_k):
+        assert equal == [True] * 5
+
+
+def test_fixed_sizes_need_a_capacity() -> None:
+    strategy = TraceableStrategy(None, fixed_sizes=True)
+    with pytest.raises(
+        ValueError, match=r"capacity_factor \(0\) .* must be above 0 with fixed_sizes"
+    ):
+        strategy.forward(*make_inputs(LayerCase(num_tokens_W=(4,)), 0))
 
 
 def test_biases_are_refused() -> None:
