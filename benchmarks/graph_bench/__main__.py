@@ -62,6 +62,13 @@ _InnerOption = Annotated[
 ]
 _GateOption = Annotated[str, typer.Option(help="Router: switch, top2, prioritized or dropless.")]
 _BatchOption = Annotated[int, typer.Option(help="Sequences per rank; 0: the default of the model.")]
+_MicrobatchesOption = Annotated[
+    int, typer.Option(help="Microbatches of a step; each has the sequences of --batch.")
+]
+_FixedSizesOption = Annotated[
+    bool,
+    typer.Option(help="Send rows for the whole capacity, so that no host reads counts."),
+]
 _MemoryMarginOption = Annotated[
     float, typer.Option(help="Share by which the passes may raise peak memory.")
 ]
@@ -76,6 +83,8 @@ def graph(
     inner: _InnerOption = "inductor",
     gate: _GateOption = "switch",
     batch: _BatchOption = 0,
+    microbatches: _MicrobatchesOption = 1,
+    fixed_sizes: _FixedSizesOption = False,
     memory_margin: _MemoryMarginOption = 0.02,
     slow_link: _SlowLinkOption = "none",
     dtype: _DtypeOption = "default",
@@ -88,8 +97,8 @@ def graph(
 ) -> int:
     """Measure forward and backward of GPT-2 with experts, without and with the compiler passes.
 
-    Other variants are the strategies sequential and chunked in eager mode, and Inductor's own
-    overlap scheduler. Prints a table, then one JSON line per model and variant.
+    Other variants are microbatches in lanes, the strategies sequential and chunked in eager mode,
+    and Inductor's own overlap scheduler. Prints a table, then one JSON line per model and variant.
     """
     num_ranks = count_ranks(nproc, device=device)
     if num_ranks < 2:
@@ -102,8 +111,10 @@ def graph(
             shape=shape,
             gate=check_gate(gate),
             batch_size=batch or shape.batch_size,
+            num_microbatches=microbatches,
             dtype=read_dtype(dtype, on_gpu=on_gpu),
             inner=check_inner(inner),
+            fixed_sizes=fixed_sizes,
             memory_margin=memory_margin,
             seed=seed,
         )
@@ -138,6 +149,7 @@ def _measure(
     """Return the result lines on the first rank, none on the others."""
     # Imported here because torch's compiler imports Triton. On a CPU, Halley's interpreter must be
     # installed before that import.
+    import halley.interpreter  # noqa: F401  # isort: split
     from benchmarks.graph_bench.measure import measure_graph_cases
 
     with joined(device) as (world, _):

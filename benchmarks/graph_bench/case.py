@@ -17,11 +17,13 @@ from halley.tools.layer_case import relative_error
 
 Inner = Literal["inductor", "eager"]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of tokens and targets, (B, S)
+# Runs forward and backward of all microbatches, adds to ``.grad``, returns the sum of the losses.
+Step = Callable[[], torch.Tensor]
 Values = dict[str, torch.Tensor]
 
 SEQUENTIAL, NONE, CHUNKED, OVERLAP = "sequential", "none", "chunked", "inductor-overlap"
-WGRAD = "wgrad"
-VARIANTS = (NONE, SEQUENTIAL, WGRAD, CHUNKED, OVERLAP)
+WGRAD, LANES = "wgrad", "lanes"
+VARIANTS = (NONE, SEQUENTIAL, WGRAD, LANES, CHUNKED, OVERLAP)
 _CHUNKS = (2, 3, 4, 8)
 
 
@@ -49,9 +51,11 @@ class GraphCase:
     Attributes:
         shape: sizes of the model.
         gate: kind of its routers.
-        batch_size: sequences per rank.
+        batch_size: sequences of a microbatch per rank.
+        num_microbatches: of a step.
         dtype: of weights and activations.
         inner: the compiler that runs after the passes.
+        fixed_sizes: whether compiled variants send as many rows as the capacity of the experts.
         memory_margin: share by which the passes may raise peak memory.
         seed: of the tokens.
 
@@ -62,25 +66,29 @@ class GraphCase:
     shape: GPT2Shape
     gate: Gate = "switch"
     batch_size: int
+    num_microbatches: int = 1
     dtype: torch.dtype
     inner: Inner = "inductor"
+    fixed_sizes: bool = False
     memory_margin: float = 0.02
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch ({self.batch_size}) must be at least 1, or 0 for the model's")
+        if self.num_microbatches < 1:
+            raise ValueError(f"microbatches ({self.num_microbatches}) must be at least 1")
         if not 0.0 <= self.memory_margin < inf:
             raise ValueError(f"memory_margin ({self.memory_margin}) must be finite and at least 0")
 
     @property
     def num_tokens(self) -> int:
-        """Tokens per rank."""
+        """Tokens of a microbatch per rank."""
         return self.batch_size * self.shape.seq_len
 
     @property
     def num_slots(self) -> int:
-        """Routed rows per rank before experts drop rows beyond their capacity."""
+        """Routed rows of a microbatch per rank before experts drop rows beyond their capacity."""
         return self.num_tokens * TOP_K[self.gate]
 
     def settings(self, variant: str) -> list[str]:
@@ -101,7 +109,7 @@ class GraphCase:
 
 @final
 class GraphSubject:
-    """Two models that share their parameters, and a batch of this rank.
+    """Two models that share their parameters, and the microbatches of this rank.
 
     Attributes:
         whole: the model for the compiler; it never changes, so that it is not compiled again.
@@ -110,7 +118,7 @@ class GraphSubject:
 
     def __init__(self, case: GraphCase, groups: ParallelGroups, device: torch.device) -> None:
         def build(place: torch.device | str) -> GPT2MoE:
-            strategy = TraceableStrategy(groups.ep)
+            strategy = TraceableStrategy(groups.ep, fixed_sizes=case.fixed_sizes)
             return GPT2MoE(
                 case.shape, case.gate, groups, strategy=strategy, dtype=case.dtype, device=place
             )
@@ -120,7 +128,7 @@ class GraphSubject:
         twin.load_state_dict(model.state_dict(keep_vars=True), assign=True)
         self.whole, self.plain = TrainingLoss(model), TrainingLoss(twin)
         generator = torch.Generator().manual_seed(1_000_003 * case.seed + groups.rank)
-        shape = (case.batch_size, case.shape.seq_len + 1)
+        shape = (case.num_microbatches * case.batch_size, case.shape.seq_len + 1)
         text = torch.randint(case.shape.vocab_size, shape, generator=generator).to(device)
         self.tokens_BS = text[:, :-1].contiguous()
         self.targets_BS = text[:, 1:].contiguous()
@@ -132,7 +140,7 @@ class GraphSubject:
         The other ranks wait for that rank. Capacity limits reduce the number of rows, and a skewed
         load increases it.
         """
-        counts_ME = self.plain.model(self.tokens_BS).counts_ME
+        counts_ME = self.plain.model(self.tokens_BS[: self._case.batch_size]).counts_ME
         factor = ROUTERS[self._case.gate].capacity_factor
         if factor:
             num_experts = counts_ME.shape[1]
@@ -144,15 +152,28 @@ class GraphSubject:
             dist.all_reduce(rows_MR, group=self._groups.ep)
         return max(1, round(rows_MR.amax(1).double().mean().item()))
 
-    def step(self, loss: Loss) -> None:
-        """Run forward and backward; a collective. Leaves no gradient."""
-        loss(self.tokens_BS, self.targets_BS).backward()
+    def one_after_another(self, loss: Loss) -> Step:
+        """Return a step that finishes each microbatch before the next one."""
+
+        def run() -> torch.Tensor:
+            total = torch.zeros((), device=self.tokens_BS.device)
+            size = self._case.batch_size
+            for batch in zip(self.tokens_BS.split(size), self.targets_BS.split(size), strict=True):
+                value = loss(*batch)
+                value.backward()
+                total += value.detach()
+            return total
+
+        return run
+
+    def run(self, step: Step) -> None:
+        """Run a step; a collective. Leaves no gradient."""
+        step()
         self.whole.zero_grad()
 
-    def values(self, loss: Loss) -> Values:
+    def values(self, step: Step) -> Values:
         """Return the loss and all gradients of a step by name; a collective."""
-        found = {"loss": loss(self.tokens_BS, self.targets_BS)}
-        found["loss"].backward()
+        found = {"loss": step()}
         for name, parameter in self.whole.named_parameters():
             if parameter.grad is not None:
                 found[name] = parameter.grad

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.graph_bench.case import (
     CHUNKED,
+    LANES,
     NONE,
     OVERLAP,
     SEQUENTIAL,
@@ -23,8 +24,8 @@ from benchmarks.graph_bench.case import (
     graph_case_name,
 )
 from benchmarks.graph_bench.variants import Variant, Workshop
-from halley.compiler import OrderReport
 from halley.core.timeline import union_us
+from halley.cost.simulate import GraphTime
 from halley.distributed.mesh import ParallelGroups
 from halley.tools.candidates import measure_link
 from halley.tools.timer import (
@@ -135,7 +136,7 @@ def _bench_case(
                 on_progress=report,
             )
         times = dict(zip(ready, timings.values(), strict=True))
-        predicted = _predict(ready[WGRAD, ""].reports) if (WGRAD, "") in ready else {}
+        predicted = _predict(ready, case.num_microbatches)
         rows: list[Row] = []
         for key in _best_settings(keys, times):
             row = _workload(case, groups, key)
@@ -167,19 +168,22 @@ def _best_settings(keys: Sequence[Key], times: dict[Key, Timing]) -> list[Key]:
     ]
 
 
-def _predict(reports: Sequence[OrderReport]) -> dict[str, tuple[float, float]]:
+def _predict(ready: dict[Key, Variant], num_microbatches: int) -> dict[str, tuple[float, float]]:
     """Return the predicted time of a step and of its exposed communication, by variant.
 
     A graph has a report only if the pass has changed it, so "none" takes its times from the reports
-    of "wgrad".
+    of "wgrad", or from the plan of "lanes".
     """
-    if len(reports) != 2:
-        return {}
-    times = {NONE: [each.time_before for each in reports]}
-    times[WGRAD] = [each.time_after for each in reports]
+    times: dict[str, list[GraphTime]] = {}
+    if (LANES, "") in ready:
+        times = {name: [time] for name, time in ready[LANES, ""].predicted}
+    reports = ready[WGRAD, ""].reports if (WGRAD, "") in ready else ()
+    if len(reports) == 2:
+        times[NONE] = [each.time_before for each in reports] * num_microbatches
+        times[WGRAD] = [each.time_after for each in reports] * num_microbatches
     return {
-        name: (sum(each.makespan_us for each in both), sum(each.exposed_us for each in both))
-        for name, both in times.items()
+        name: (sum(each.makespan_us for each in own), sum(each.exposed_us for each in own))
+        for name, own in times.items()
     }
 
 
@@ -202,14 +206,16 @@ def _workload(case: GraphCase, groups: ParallelGroups, key: Key) -> Row:
         "num_tokens": case.num_tokens,
         "seq_len": case.shape.seq_len,
         "batch_size": case.batch_size,
+        "num_microbatches": case.num_microbatches,
         "ep_size": groups.ep_size,
         "tp_size": 1,
         "skew": "router",
         "seed": case.seed,
         "dtype": str(case.dtype).removeprefix("torch."),
         "strategy": variant if is_plain else "functional",
-        "passes": WGRAD if variant == WGRAD else "none",
+        "passes": variant if variant in (WGRAD, LANES) else "none",
         "inner": None if is_plain else "inductor" if variant == OVERLAP else case.inner,
+        "fixed_sizes": case.fixed_sizes and not is_plain,
         "memory_margin": case.memory_margin,
         "direction": "forward_backward",
         "setting": setting or None,

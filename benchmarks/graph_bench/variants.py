@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.graph_bench.case import (
     CHUNKED,
+    LANES,
     NONE,
     OVERLAP,
     SEQUENTIAL,
@@ -22,12 +23,15 @@ from benchmarks.graph_bench.case import (
     GraphCase,
     GraphSubject,
     Loss,
+    Step,
     Values,
     compare,
 )
 from halley.compiler import Backend, OrderReport
 from halley.core.timeline import Recorder
+from halley.cost.simulate import GraphTime
 from halley.distributed.mesh import ParallelGroups
+from halley.lanes import compile_step
 from halley.strategies.registry import build_strategy
 
 
@@ -48,12 +52,14 @@ class Variant:
         difference: of loss and gradients from the first variant; for the first variant itself, the
             difference between two of its steps.
         reports: of the graphs that the passes have changed.
+        predicted: time of a step, by variant, from the lanes' plan.
     """
 
     run: Callable[[], None]
     compile_s: float
     difference: Difference
     reports: tuple[OrderReport, ...] = ()
+    predicted: tuple[tuple[str, GraphTime], ...] = ()
 
 
 @final
@@ -103,14 +109,17 @@ class Workshop:
     def _prepare(self, variant: str, setting: str) -> Variant:
         if variant in (SEQUENTIAL, CHUNKED):
             return self._prepare_plain(variant, setting)
+        one_after_another = self.subject.one_after_another
         if variant == OVERLAP:
-            return self._first_step(self._overlapped())
+            return self._first_step(one_after_another(self._overlapped()))
+        if variant == LANES:
+            return self._prepare_lanes()
         backend = Backend()
         options = self.case.options(variant) | {"unknown_size": self._num_rows}
         if variant == NONE:
-            return self._first_step(self._compiled(backend, options))
+            return self._first_step(one_after_another(self._compiled(backend, options)))
         options |= {"profiles": self._profiles, "measure": True, "timeout_s": 600.0}
-        ready = self._first_step(self._compiled(backend, options))
+        ready = self._first_step(one_after_another(self._compiled(backend, options)))
         return replace(ready, reports=tuple(backend.reports))
 
     def _prepare_plain(self, name: str, setting: str) -> Variant:
@@ -127,7 +136,25 @@ class Workshop:
             plain.model.use(strategy)
             return plain(tokens_BS, targets_BS)
 
-        return self._first_step(loss)
+        return self._first_step(self.subject.one_after_another(loss))
+
+    def _prepare_lanes(self) -> Variant:
+        """Prepare the step in microbatch lanes; its values are those of the planned order."""
+        lanes = compile_step(
+            self.subject.whole, self.case.num_microbatches, inner=self.case.inner, timeout_s=600.0
+        )
+
+        def run() -> torch.Tensor:
+            return lanes(self.subject.tokens_BS, self.subject.targets_BS).sum()
+
+        begin_s = time.perf_counter()
+        while lanes.plan is None:
+            self.subject.run(run)
+            if lanes.fallback:
+                raise RuntimeError(f"lanes do not run: {lanes.fallback}")
+        compile_s = time.perf_counter() - begin_s
+        predicted = ((NONE, lanes.plan.time_before), (LANES, lanes.plan.time))
+        return replace(self._first_step(run), compile_s=compile_s, predicted=predicted)
 
     def _compiled(self, backend: Backend, options: dict[str, object]) -> Loss:
         compiled = torch.compile(
@@ -154,20 +181,20 @@ class Workshop:
         )
         return cast(Loss, compiled)
 
-    def _first_step(self, loss: Loss) -> Variant:
+    def _first_step(self, step: Step) -> Variant:
         subject = self.subject
         begin_s = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings of torch about its tracing
             warnings.filterwarnings("default", message="halley")
-            values = subject.values(loss)
+            values = subject.values(step)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         compile_s = time.perf_counter() - begin_s
         if self._wanted is None:
-            self._wanted, values = values, subject.values(loss)
+            self._wanted, values = values, subject.values(step)
         return Variant(
-            run=lambda: subject.step(loss),
+            run=lambda: subject.run(step),
             compile_s=compile_s,
             difference=compare(values, self._wanted),
         )
