@@ -117,7 +117,7 @@ def _expert_bytes(config: ModelConfig) -> int:
 
 
 def _overall(loads_MW: Sequence[Sequence[float]]) -> float | None:
-    """Return largest over mean load of a rank, each summed over layers; None without loads."""
+    """Return (sum of layers' largest rank loads) / (sum of mean loads); None without loads."""
     if not loads_MW:
         return None
     total = math.fsum(math.fsum(loads) for loads in loads_MW)

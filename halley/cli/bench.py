@@ -251,7 +251,7 @@ def check_output(
 
 @contextmanager
 def saved_rows(world: World, output: Path | None) -> Iterator[Callable[[list[Row]], None]]:
-    """Yield a function that writes all result lines so far, so that an interrupt loses one case.
+    """Yield a function that saves all lines so far, so an interrupt loses only the running case.
 
     Without a folder ``output``, the lines are printed if an error or an interrupt ends the block.
     Only the first rank writes and prints.

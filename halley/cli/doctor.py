@@ -208,7 +208,7 @@ def _devices(machine: Machine) -> list[tuple[str, str]]:
 
 
 def _links(links: list[Link]) -> list[tuple[str, str]]:
-    """Return a row for each kind of link and peer access: the pairs of GPUs, and that kind."""
+    """Return (pairs of GPUs, their kind of link and peer access) rows, one per combination."""
     pairs: dict[str, list[str]] = defaultdict(list)
     for link in links:
         access = f"peer access {_mark(link.peer_access)}"

@@ -162,7 +162,7 @@ def main(
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             code = commands(arguments, prog_name=commands.info.name, standalone_mode=False)
-        # Flush here, so that a full disk gives exit code 1. The flush at exit would only print it.
+        # Flush here, so a full disk gives exit code 1. A flush at exit would only print the error.
         _flush_output()
     except KeyboardInterrupt:
         code = INTERRUPTED

@@ -149,7 +149,7 @@ def graph(
 def _plan(
     config: RunConfig, options: dict[str, Any], *, peer_access: bool, show: Progress
 ) -> tuple[tuple[str, ...], StepPlan | None]:
-    """Return the strategy of each MoE layer, and the plan, or None if the user names strategies."""
+    """Return each MoE layer's strategy, and the plan (None if the user names the strategies)."""
     if config.strategy != PLANNED:
         return split_strategies(config.strategy, num_layers=config.model.num_moe_layers), None
     problem = "" if peer_access else "ranks do not address each other's memory"
@@ -212,7 +212,7 @@ def _show(
     measured_us: float = 0.0,
     measured: Sequence[Span] = (),
 ) -> None:
-    """Print the tables and the JSON line of a plan; draw timelines to ``timeline`` if not None."""
+    """Print reports and plan as tables and JSON; draw timelines to ``timeline`` if not None."""
     console = Console(stderr=True)
     found: dict[str, object] = {}
     for direction, report in zip(("forward", "backward"), reports, strict=False):

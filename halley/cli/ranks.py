@@ -31,7 +31,7 @@ NprocOption = Annotated[
 
 
 def launch_ranks(nproc: int, *, device: str) -> None:
-    """Run this command on new ranks and exit; return only if this is a rank or one is enough.
+    """Run this command on new ranks and exit; return if this process is a rank or one is enough.
 
     When the ranks have ended, this process exits with their code (``typer.Exit``).
     """
@@ -101,7 +101,7 @@ def step_progress(world: World | None = None) -> Iterator[Progress]:
 
 
 def line_progress(now_s: Callable[[], float] = time.monotonic) -> Progress:
-    """Return a function that prints a new text at once, an old one 10 s after the last print."""
+    """Return a function that prints a new text at once, a repeated one 10 s after any print."""
     texts: set[str] = set()
     next_s = 0.0
 

@@ -109,7 +109,7 @@ class Backend:
         *,
         hooks: GradientHooks,
     ) -> Compiled:
-        """Return a function that runs a Dynamo graph op by op, after changes of ``pipeline.py``."""
+        """Return a function that runs a Dynamo graph, changed by ``pipeline.py``, op by op."""
         partitioner = StepPartitioner(
             split=min_cut_rematerialization_partition,
             hooks=hooks,

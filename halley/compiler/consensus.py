@@ -1,4 +1,4 @@
-"""Compare a graph across the ranks of its groups, and share rank 0's plan, before any rank runs it.
+"""Before ranks run a graph, compare it in each of its process groups, and share rank 0's plan.
 
 Ranks exchange short texts through the key-value store of their process group. A collective would
 hang if a rank never came. The store has a time limit, so an error can name the missing rank. Rank 0
@@ -159,7 +159,7 @@ def compare_graphs(*graphs: fx.Graph, timeout_s: float) -> tuple[list[Consensus]
 
 
 def share_in_groups(groups: Sequence[Consensus], what: str, make: Callable[[], _T]) -> _T:
-    """Call ``make`` on rank 0 of the largest process group, and return its result on all ranks.
+    """Call ``make`` on rank 0 of the largest group; return its result on all ranks of that group.
 
     ``groups`` is a result of ``compare_graphs``; if empty, this process calls ``make``. Raises a
     ``RuntimeError`` if ranks of a smaller group have different results, because no group of the

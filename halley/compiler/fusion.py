@@ -92,7 +92,7 @@ def is_split_sum(node: fx.Node, sizes: Sizes) -> bool:
 
 
 def find_boundaries(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Boundary]:
-    """Return the ``Boundary`` of each node that Inductor fuses: its traffic from and to memory.
+    """Return, by fused node, its ``Boundary``: the inputs it loads, and if its result is stored.
 
     A result stays inside of a kernel if its reader is fused too, and no other path from the result
     to the reader passes a node that is not fused.
@@ -125,7 +125,7 @@ def find_boundaries(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Boundary]:
             if root in fused:
                 written.add(root)
             if node in fused:
-                # Two views of a whole tensor load the same bytes, two slices of it do not.
+                # In one kernel, views of a whole tensor are one load; each slice is one of its own.
                 is_all = sizes.num_bytes(result_of(source)) >= sizes.num_bytes(result_of(root))
                 earlier = readers.setdefault(root if is_all else source, [])
                 if all(separated[node] >> fused[other] & 1 for other in earlier):
@@ -174,7 +174,7 @@ def fused_us(
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """Return the node whose result a node is a view of, even of views; else the node itself."""
+    """Return the node from which a view, or a chain of views, is made; else the node itself."""
     while node.op == "call_function" and _has_tensors(node) and node_kind(node) is NodeKind.VIEW:
         if not node.all_input_nodes:
             break

@@ -67,7 +67,7 @@ class GradientHooks:
         forward.output_node().args = ((*results[:num_outputs], *missing, *results[num_outputs:]),)
 
     def insert(self, backward: fx.Graph) -> None:
-        """Insert each hook's call after the node of its gradient; the graph returns None there.
+        """Insert each hook's call after its gradient's node; the graph returns None instead of it.
 
         The graph must be in its final order, and is changed in place.
         """

@@ -71,7 +71,7 @@ class Sizes:
         return self._unknown if known is None else known
 
     def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Return a tensor's shape: of sizes that depend on data, the first is assumed, others 1.
+        """Return a tensor's shape: of data-dependent sizes, the first is ``unknown``, others are 1.
 
         The first one, a number of rows, becomes ``unknown``. A second one, in results of fused
         layers, counts the few tiles of a row.
@@ -108,7 +108,7 @@ def module_of(node: fx.Node) -> str:
 
 
 def bits(mask: int) -> Iterator[int]:
-    """Yield the positions of the one bits of an integer, ascending."""
+    """Yield the positions of the bits of an integer that are 1, ascending."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1

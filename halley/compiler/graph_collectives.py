@@ -19,7 +19,7 @@ _FUNCTIONAL = "_c10d_functional"
 WAIT = f"{_FUNCTIONAL}::wait_tensor"
 ALL_TO_ALL = f"{_FUNCTIONAL}::all_to_all_single"
 
-# A "reduce" may start later: only outputs and the optimizer are assumed to need its result.
+# Passes may delay a "reduce": only outputs and the optimizer are assumed to need its result.
 _KINDS: dict[str, Kind] = {
     ALL_TO_ALL: "all_to_all",
     f"{_FUNCTIONAL}::all_reduce": "reduce",
@@ -29,7 +29,7 @@ _KINDS: dict[str, Kind] = {
     f"{_FUNCTIONAL}::all_gather_into_tensor": "gather",
     f"{_FUNCTIONAL}::all_gather_into_tensor_coalesced": "gather",
     f"{_FUNCTIONAL}::broadcast": "gather",
-    # Each of these operators computes and communicates, and is done when both have ended.
+    # One operator computes and communicates; no wait follows, as it ends after both have ended.
     "halley::fused_experts": "fused",
     "halley::fused_experts_backward": "fused",
 }
@@ -52,7 +52,7 @@ def operator_name(node: fx.Node) -> str:
 
 
 def collective_kind(node: fx.Node) -> Kind | None:
-    """Return the kind of the collective that a node starts; None if Halley knows no such one."""
+    """Return the ``Kind`` of a node's collective or fused layer; None for any other operator."""
     return _KINDS.get(operator_name(node))
 
 
@@ -98,7 +98,7 @@ def group_of(node: fx.Node) -> str | None:
 
 
 def graph_groups(*graphs: fx.Graph) -> list[str]:
-    """Return the names of the process groups of functional collectives, in order of first use."""
+    """Return process-group names of the graphs' collectives, in order of first appearance."""
     groups = (group_of(node) for graph in graphs for node in graph.nodes if collective_kind(node))
     return list(dict.fromkeys(group for group in groups if group is not None))
 

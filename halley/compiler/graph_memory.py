@@ -82,7 +82,7 @@ Halves = tuple[fx.GraphModule, fx.GraphModule]
 @final
 @dataclass(eq=False, kw_only=True)
 class StepPartitioner(CustomPartitionerFn):
-    """Splits a joint graph into forward and backward, and predicts the peak of live bytes.
+    """Splits a joint graph into forward and backward; predicts the higher peak of their live bytes.
 
     The peak ``num_bytes`` is the larger one of forward and backward. It is mostly at the beginning
     of backward, when all saved activations are alive. A pass may raise the peak of forward up to it

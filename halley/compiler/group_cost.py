@@ -58,7 +58,7 @@ def measure_groups(
             torch.cuda.set_device(device)  # each thread has its own current device
         for at, consensus in enumerate(consensus_groups):
             key = keys[consensus.group_name]
-            # Rank 0 of the largest group decides: a rank whose table has the curve takes part, too.
+            # The largest group's rank 0 decides whether to measure, even for ranks with the curve.
             lacks = largest.share(f"curve {at}", lambda key=key: table.curve(key) is None)
             # Ranks of a group may follow different rank 0s if no group holds all ranks. So all of
             # them measure if one must.
@@ -126,7 +126,7 @@ def _measure_contention(consensus: Consensus, device: torch.device) -> Contentio
 def _measure_all_to_all(
     graph: fx.Graph, consensus: Consensus, *, sizes: Sizes, device: torch.device
 ) -> Curve:
-    """Measure times of a group's all-to-alls, from 4 KiB to the group's largest in a graph.
+    """Return a ``Curve`` of a group's all-to-alls, from 4 KiB to at least the largest in ``graph``.
 
     Other collectives count as all-to-alls of the same bytes on the wire, up to the bytes that
     contention is measured with: an all-reduce of all gradients would take too long to measure.

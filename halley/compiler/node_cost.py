@@ -128,8 +128,8 @@ class ProfiledCost:
         self, node: fx.Node, key: str, table: ProfileTable, device: torch.device
     ) -> float | None:
         operator = find_operator(node)
-        # Not measured: operators outside of PyTorch may wait for other ranks. An operator without a
-        # result checks values: examples fail such a check, which on a GPU ends the process.
+        # Measure only ATen operators: others may wait for other ranks. Do not measure one without a
+        # result: it asserts values, example values fail, and on a GPU that ends the process.
         if operator is None or operator.namespace != "aten" or result_of(node) is None:
             return None
         begin_s = time.perf_counter()
@@ -176,7 +176,7 @@ def operations(analysis: GraphAnalysis, cost: NodeCost) -> list[Operation]:
 
 def is_read(node: fx.Node) -> bool:
     """Return whether the host waits for a node: ``read_counts``, or a copy from a GPU to a CPU."""
-    # A graph traced on a CPU, to plan for a GPU, has no CUDA tensors: recognise it by name.
+    # A graph traced on a CPU to plan for a GPU has no CUDA tensors: recognise the read by name.
     if operator_name(node) == "halley::read_counts":
         return True
     sources, result = map(result_of, node.all_input_nodes), result_of(node)
@@ -225,7 +225,7 @@ def _predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
 
 
 def exchanged_bytes(node: fx.Node, sizes: Sizes) -> int:
-    """Return how many bytes per rank an all-to-all sends in the time of a node's collective.
+    """Return the bytes per rank of an all-to-all that takes as long as a node's collective.
 
     In a ring, an all-gather moves the bytes of its result, and an all-reduce moves those of its
     operand twice. Source: the bus bandwidth factors of nccl-tests.

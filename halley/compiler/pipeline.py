@@ -146,7 +146,7 @@ def device_of(graph: fx.Graph) -> torch.device:
 def _open_consensus(
     graph: fx.Graph, analysis: GraphAnalysis, options: Options
 ) -> list[Consensus] | None:
-    """Compare a graph in each of its process groups; return their ``Consensus`` objects, or None.
+    """Compare a graph in its process groups; return each ``Consensus``, or None to keep the graph.
 
     None, after a warning, means that the graph must stay as it is; None also if it has no
     collective, and then no rank is asked. Without ``agree``, return an empty list.
@@ -176,7 +176,7 @@ def _open_consensus(
 def _find_order(
     analysis: GraphAnalysis, cost: ProfiledCost, sizes: Sizes, *, margin: float, step_peak: int
 ) -> list[int]:
-    """Return the order of ``plan_wgrad``, or the graph's own unless that is predicted slower."""
+    """Return the order of ``plan_wgrad`` if it is predicted faster; else the graph's own order."""
     unchanged, tasks = list(range(len(analysis.nodes))), operations(analysis, cost)
     peak = max(LiveBytes(analysis, sizes, inside=cost.inside).peak(unchanged), step_peak)
     order = plan_wgrad(
@@ -196,7 +196,7 @@ def _find_order(
 def _build_cost(
     graph: fx.Graph, options: Options, groups: Sequence[Consensus], *, sizes: Sizes
 ) -> ProfiledCost:
-    """Return a graph's cost model; rank 0 reads profiles, and ``measure`` adds missing times."""
+    """Return a graph's cost model; rank 0 reads profiles; option ``measure`` adds missing times."""
     device = device_of(graph)
     own = predictor_of(device if device.type == "cuda" else "cpu")
     predictor = Predictor(options.hardware) if options.hardware else own
@@ -238,7 +238,7 @@ def _build_cost(
 
 
 def reserve_sms(graph: fx.Graph, sm_margins: tuple[int, int], *, in_all: bool = False) -> None:
-    """Replace GEMMs in the overlap windows of all-to-alls by GEMMs that leave SMs free.
+    """Replace GEMMs in all-to-alls' overlap windows, or all GEMMs, by GEMMs that leave SMs free.
 
     The graph must be in its final order, and GEMMs keep their node and its place. A GEMM with
     unusual arguments, or inside another operator, is not changed.
@@ -266,7 +266,7 @@ def reserve_sms(graph: fx.Graph, sm_margins: tuple[int, int], *, in_all: bool = 
 
 
 def _find_dense(node: fx.Node) -> tuple[Any, ...] | None:
-    """Return bias or None, left and right of a dense GEMM without other arguments; else None."""
+    """Return (bias or None, left, right) of a dense GEMM without other arguments; else None."""
     name, args = operator_name(node), node.args
     if name == "aten::mm" and len(args) == 2 and not node.kwargs:
         return (None, *args)
@@ -274,7 +274,7 @@ def _find_dense(node: fx.Node) -> tuple[Any, ...] | None:
 
 
 def _find_grouped(node: fx.Node) -> tuple[Any, ...] | None:
-    """Return left (or a new transpose of it), right and group ends of a grouped GEMM, or None."""
+    """Return (left or a new transpose of it, right, group ends) of a grouped GEMM; else None."""
     name, args = operator_name(node), node.args
     if name == "aten::_grouped_mm":
         ends = args[2] if len(args) == 3 else node.kwargs.get("offs")

@@ -311,7 +311,7 @@ class RunConfig:
 
 
 def num_even_rows(config: RunConfig) -> int:
-    """Return the number of rows that a rank's experts receive in a layer if the load is balanced.
+    """Return how many rows a rank's experts receive per microbatch in a layer with balanced load.
 
     The rank sends as many: K for each token, each to all ``expert_tp_size`` ranks of the expert.
     """

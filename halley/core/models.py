@@ -1,4 +1,4 @@
-"""Configurations of named models, with sources, and ``load_config``, which reads that of a run.
+"""Configurations of named models, with sources; ``load_config`` reads the configuration of a run.
 
 A comment at an entry says where Halley's model lacks a part of the published model. Such an entry
 has no ``hf_family``: it serves benchmarks, and its weights cannot be exported.
@@ -165,7 +165,7 @@ def _apply_override(table: Table, text: str) -> None:
             raise ValueError(f"--set ({show_name(text)}) {rule}")
         table = cast(Table, child)
     if last == "model" and isinstance(table.get(last), dict) and isinstance(parsed, str):
-        # After a [model] table or --set model.KEY=VALUE, --set model=NAME sets only the name.
+        # --set model=NAME keeps the other keys of a [model] table or of --set model.KEY=VALUE.
         parsed = {**cast(Table, table[last]), "name": parsed}
     table[last] = parsed
 

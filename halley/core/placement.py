@@ -41,7 +41,7 @@ class _CountsFile:
 def write_counts(
     path: Path, counts_ME: Sequence[Sequence[int]], *, first_step: int, last_step: int
 ) -> None:
-    """Write to a JSON file how many slots chose each expert of each layer in a range of steps."""
+    """Write to JSON how many slots chose each expert of each MoE layer in a range of steps."""
     steps = {"first_step": first_step, "last_step": last_step}
     table = {"version": _VERSION, **steps, "counts": [list(counts_E) for counts_E in counts_ME]}
     draft = path.with_name(f"{path.name}.tmp")
@@ -50,7 +50,7 @@ def write_counts(
 
 
 def read_counts(path: Path) -> list[list[float]]:
-    """Return the number of slots of each expert of each MoE layer, ``(M, E)``, from a JSON file.
+    """Read from a JSON file how many slots chose each expert of each MoE layer; return ``(M, E)``.
 
     The file is one of ``write_counts``, or a JSON list of numbers (one layer) or of lists of
     numbers (one list per layer). A negative count, layers with different numbers of experts, and a
@@ -97,7 +97,7 @@ class _PlacementFile:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlacement:
-    """The experts that each rank of an expert-parallel group holds.
+    """The experts of one MoE layer that each rank of an expert-parallel group holds.
 
     ``experts_WL`` are the expert ids of each rank, ascending. All ranks hold equally many experts,
     and each expert is on a rank. Replica ``w * L + l`` is a copy of expert ``experts_WL[w][l]``.

@@ -1,4 +1,4 @@
-"""Compute slot orders, row counts and dispatch plans from routing; divide experts into shards.
+"""Sort slots, count rows and plan dispatches; divide experts into tensor-parallel shards.
 
 Nothing here communicates. With tensor parallelism, several ranks share an expert, each with a shard
 of its weights: a slice of the intermediate size, which is itself an expert. Each token goes to all
@@ -121,7 +121,7 @@ def plan_dispatch(starts_WE1: np.ndarray, rank: int, *, num_chunks: int = 1) -> 
 def order_by_expert(
     plan: DispatchPlan, out: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the permutation that sorts a plan's received rows by expert, its inverse, expert ends.
+    """Return the order of received rows by expert, its inverse, and the end of each expert's rows.
 
     If ``out``, ``(L + 2 * R,)`` int32, is given, the results are views of it, ends first.
 
@@ -141,7 +141,7 @@ def order_by_expert(
     counts_LW = np.ascontiguousarray(counts_WL.T)
     arrival_end_WL = counts_WL.cumsum().reshape(counts_WL.shape)
     expert_end_LW = counts_LW.cumsum().reshape(counts_LW.shape)
-    # All rows of one (source, expert) pair move by one distance, the difference of the pair's ends.
+    # All rows of a (source, expert) pair move by its end in order of expert minus its arrival end.
     shift_WL = expert_end_LW.T - arrival_end_WL
     rows_R = np.arange(num_recv, dtype=np.int32)
     np.subtract(rows_R, np.repeat(shift_WL.T, counts_LW.ravel()), out=orders[0], casting="unsafe")
@@ -166,7 +166,7 @@ class ShardedDim:
         return divided.select(self.dim - 1, tp_rank).flatten(self.dim - 1, self.dim)
 
     def unstack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a view with a dimension for stacked gate and up, or the weight if it has none.
+        """Return a view with a new dimension for stacked gate and up; if not stacked, the weight.
 
         Example: (L, 2F, D) becomes (L, 2, F, D), and a shard is a slice of the dimension F.
         """
@@ -191,7 +191,7 @@ def shard_size(intermediate_size: int, *, tp_size: int) -> int:
 
 
 def route_to_shards(routing: Routing, *, num_local: int, tp_size: int) -> Routing:
-    """Return a routing with all shards of each chosen expert, each with the expert's weight.
+    """Return a routing to all shards of each chosen expert, each with the choice's routing weight.
 
     Ranks ``[g * tp_size, (g + 1) * tp_size)`` share experts ``[g * L, (g + 1) * L)``. Shards are
     numbered by rank: rank r has shards ``[r * L, (r + 1) * L)``. The result is

@@ -1,4 +1,4 @@
-"""Spans, which are named intervals of time of a rank, and functions that measure overlap on them.
+"""Record spans (named time intervals of a rank), measure how they overlap, write Chrome traces.
 
 The simulator, the profiler and ``Recorder`` all produce spans. ``CURRENT_OPERATION`` is the
 operation that this process runs, for messages about ranks that wait.
@@ -240,7 +240,7 @@ def waited_us(spans: Iterable[Span]) -> float | None:
 
 
 def exposed_us(comm: Iterable[Span], compute: Iterable[Span]) -> float:
-    """Return how long the communication of a rank runs while no computation of it runs."""
+    """Return for how many microseconds a rank communicates while it does not compute."""
     return sum(end_us - start_us for start_us, end_us in subtract(union(comm), union(compute)))
 
 
@@ -275,7 +275,7 @@ def innermost(spans: Iterable[Span]) -> list[Span]:
 
 
 def to_chrome_trace(spans: Iterable[Span]) -> dict[str, object]:
-    """Return spans as a Chrome trace with one process per rank and one row per stream.
+    """Return spans as a Chrome trace with one process per rank and one or more rows per stream.
 
     A viewer shows the events of a row as nested calls. Spans of a stream that overlap without
     nesting therefore get further rows, "comm (2)" and so on.

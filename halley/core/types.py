@@ -1,4 +1,4 @@
-"""The types that the whole package shares, and checks that routing and numbers of ranks fit.
+"""The types that the whole package shares, and checks of routing and of numbers of ranks.
 
 Shape letters, used as suffixes of tensor names in the whole package (x_TD is (T, D)):
 
@@ -199,7 +199,7 @@ def check_routing(routing: Routing, *, num_tokens: int, num_experts: int) -> Non
 
 
 def local_experts(num_experts: int, *, ep_size: int, tp_size: int = 1) -> int:
-    """Return L, the number of experts or of shards of experts that each of ``ep_size`` ranks holds.
+    """Return L: how many experts, or tensor-parallel shards of them, each of ``ep_size`` ranks has.
 
     With a ``tp_size`` above 1, each expert is shared by that many ranks. Raises a ``ValueError`` if
     the experts do not divide evenly over the ranks.

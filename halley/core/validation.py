@@ -184,7 +184,7 @@ def _hints(cls: type[object]) -> dict[str, object]:
 
 
 def parse_device(device: object, *, types: tuple[str, ...] = ("cpu", "cuda")) -> torch.device:
-    """Return the ``torch.device`` for a device or its name, of one of the given types.
+    """Return a device, given itself or by name; its type, such as "cuda", must be in ``types``.
 
     A name that torch does not know, or a device of another type, is a ``ValueError``.
     """
@@ -217,7 +217,7 @@ def read_text(path: Path, *, what: str, max_bytes: int) -> str:
 
 
 def read_json(path: Path, *, what: str, max_bytes: int) -> object:
-    """Return the JSON value that a file contains, by the rules of ``read_text``, ``parse_json``."""
+    """Return the JSON value in a file, by the rules of ``read_text`` and ``parse_json``."""
     return parse_json(read_text(path, what=what, max_bytes=max_bytes), where=f"{what} ({path})")
 
 

@@ -20,7 +20,7 @@ class Hardware:
 
     name: str  # the device name of the driver
     gemm_flops_per_s: float  # of a large bfloat16 matmul (float32 on a CPU)
-    # Dense rate in the vendor's data sheet, the denominator of MFU; None if there is none.
+    # Dense bfloat16 rate of the vendor's data sheet, the denominator of MFU; None if none exists.
     peak_flops_per_s: float | None
     memory_bytes_per_s: float  # of a large copy, bytes read plus bytes written
     fused_bytes_per_s: float  # the same for kernels that a compiler fuses, which also compute
@@ -92,7 +92,7 @@ KNOWN = (H200, H100, A100)
 
 
 def find_hardware(device: str) -> Hardware:
-    """Return the ``Hardware`` of "cpu" or of a GPU by driver name; ``ValueError`` if unknown."""
+    """Return the ``Hardware`` whose name is a prefix of ``device``; ``ValueError`` if none is."""
     for hardware in KNOWN:
         if device.startswith(hardware.name):
             return hardware
@@ -123,7 +123,7 @@ class Predictor:
         return self.hardware.link_latency_us + num_bytes / self.hardware.link_bytes_per_s * 1e6
 
     def memory_us(self, num_bytes: float, *, num_ops: int = 1) -> float:
-        """Predict ``num_ops`` element-wise operations; ``num_bytes`` are read or written in all."""
+        """Predict the us of ``num_ops`` element-wise operations that move ``num_bytes`` in all."""
         launches_us = num_ops * self.hardware.launch_us
         return max(num_bytes / self.hardware.memory_bytes_per_s * 1e6, launches_us)
 

@@ -29,8 +29,8 @@ _COUNT = 10
 _FLUSH_BYTES = 64 * 2**20  # larger than the L2 cache of any GPU
 _BUSY_CYCLES = 1_000_000  # keep the GPU busy for 0.5 ms, so that the host launches ahead of it
 _TRIALS = 5
-# Of the numbers of reserved SMs within 2 % of the best, the fewest are chosen: with more of them,
-# some GEMMs would need one more wave of CTAs.
+# Of the numbers of reserved SMs whose slowdown is within 2 % of the least, the smallest is chosen:
+# with more reserved SMs, some GEMMs would need one more wave of CTAs.
 _AS_GOOD = 1.02
 _GEMMS_PER_COLLECTIVE = 2  # GEMM time over collective time, so that GEMMs overlap all of it
 
@@ -57,7 +57,7 @@ class Curve:
             raise ValueError(f"points' microseconds ({least_us}) must be above 0")
 
     def at(self, num_bytes: float) -> float:
-        """Return the microseconds of ``num_bytes``, interpolated; extrapolated above the points."""
+        """Return the us of ``num_bytes``: interpolated; constant below the points, linear above."""
         sizes = [size for size, _ in self.points]
         if num_bytes <= sizes[0]:
             return self.points[0][1]
@@ -160,7 +160,7 @@ def _overlap_on_cpu(
 def _overlap_on_gpu(
     gemm: Callable[[], object], exchange: Callable[[], Work], num_gemms: int
 ) -> tuple[float, float]:
-    """Run ``num_gemms`` beside a collective; return the fractional number that fits, and its us."""
+    """Run GEMMs beside a collective; return how many fit (fractional) and the collective's us."""
     side = torch.cuda.Stream()
     begin, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(num_gemms)]
@@ -247,7 +247,7 @@ class _ContentionLine:
 
 @final
 class ProfileTable:
-    """Measured times of operators, curves of collectives and contention, of one environment.
+    """Measured times of operators, time curves of collectives, and contention, of one environment.
 
     ``contention``, and the times and curves of missing keys, are None. Added values replace earlier
     ones, and are appended to the file.
@@ -279,7 +279,7 @@ class ProfileTable:
         return self._curves.get(key)
 
     def measure(self, key: str, run: Callable[[], object], *, device: torch.device) -> float | None:
-        """Return an operator's microseconds, measured if missing; if offline, None if missing."""
+        """Return an operator's us from the table; if missing, measure it, or None if offline."""
         if key not in self._times_us and not self.offline:
             self.add_time(key, measure_us(run, device=device))
         return self._times_us.get(key)

@@ -249,7 +249,7 @@ def _find_failure(codes: list[int | None]) -> int | None:
 
 
 def _report(rank: int, code: int, *, is_reported: bool) -> int:
-    """Print the signal, or unreported code, that ended a rank; return the launcher's exit code."""
+    """Print a failed rank's signal, or its code if unreported; return the launcher's exit code."""
     if code < 0:
         name = f"signal {-code}"
         with suppress(ValueError):  # real-time signals have no name

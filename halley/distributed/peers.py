@@ -222,7 +222,7 @@ def _difference(what: str, values_W: list[dict[str, str]], *, names: list[int]) 
 
 
 def _name_failure(error: RuntimeError, operation: str, *, group: dist.ProcessGroup) -> RuntimeError:
-    """Return a new error: the cause of ``error``, and other ranks that failed or sent no report."""
+    """Return a new error: reason of ``error``, ranks failed in other operations, silent ranks."""
     names, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     count = CURRENT_OPERATION.num_operations
     lines = str(error).splitlines() or [type(error).__name__]
@@ -265,7 +265,7 @@ def _collect_reports(
     def exchange() -> None:
         # A store raises a RuntimeError when the process that hosts it has ended.
         with contextlib.suppress(RuntimeError):
-            # A new connection, because a blocked call of another thread may hold the group's own.
+            # A new connection: another thread's blocked call may hold the connection of the group.
             shared: Any = group.get_group_store()  # the type stubs of a store lack ``clone``
             store = shared.clone()
             store.set(f"halley/failed/{rank}", json.dumps(own))

@@ -172,7 +172,7 @@ class Watchdog:
         self._heartbeat_thread.join(timeout=2 * self._linger_s)
 
     def explain(self, error: Exception) -> RuntimeError:
-        """Return an error to raise in place of ``error``; wait up to 2 * ``timeout_s``.
+        """Wait for a verdict, up to 2 * ``timeout_s``; return an error to raise, not ``error``.
 
         It names the lost rank and the step. If no rank is lost, it repeats ``error`` and adds the
         operations of the ranks if they differ.
@@ -277,7 +277,7 @@ class Watchdog:
             for peer in range(self._num_ranks)
             if peer not in self._exit_reasons and self._num_silent[peer] >= limit
         ]
-        # A normally ended rank is lost only for a rank whose collective has failed.
+        # A rank that ended normally counts as lost only if a collective of this rank has failed.
         departed = [
             f"rank {peer} (rank {peer} ended early: {exit_reason})"
             for peer, exit_reason in sorted(self._exit_reasons.items())

@@ -26,7 +26,7 @@ _TOKEN_MULTIPLE = 64  # grown buffers hold a multiple of this number of tokens
 
 
 class BufferShape(NamedTuple):
-    """Sizes and dtype of a fused MoE layer, equal on all ranks; equal layers share buffers."""
+    """Sizes and dtype of a layer, equal on all ranks; layers with equal ones share buffers."""
 
     hidden_size: int
     num_experts: int
@@ -160,7 +160,7 @@ class Workspace:
             check(self.host_status, rank=self.heap.rank, timeout_s=self.timeout_s)
 
     def read_plan(self, up_LGD: torch.Tensor | None = None, *, part: int = 0) -> PlanSize:
-        """Wait for the newest plan, return its sizes rounded up; with ``max_load`` the capacity.
+        """Wait for the newest plan, return its sizes; with ``max_load``, return capacities at once.
 
         With ``max_load`` it does not wait. Else it notes the sizes for predictions. A failed wait,
         or the capture of a CUDA graph without ``max_load``, is a ``RuntimeError``.

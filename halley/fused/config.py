@@ -53,7 +53,7 @@ class KernelConfig:
         return min(64, elements // columns), columns
 
     def changed(self, settings: Sequence[str]) -> "KernelConfig":
-        """Return a configuration with settings such as "combine_rows=16" or "up.run=2" replaced.
+        """Return this configuration with new values, given as "combine_rows=16" or "up.run=2".
 
         A setting of another form, or with an unknown name, is a ``ValueError``.
         """
@@ -182,7 +182,7 @@ def tuning_environment(device: torch.device, *, num_ranks: int, tp_size: int = 1
 
 @final
 class ConfigTable:
-    """Tuned kernel configurations of one environment from a file; none if the file has none.
+    """Tuned kernel configurations that a file has for one environment; empty if it has none.
 
     A line that ``write`` would not write is a ``ValueError``.
     """
@@ -213,14 +213,14 @@ class ConfigTable:
         return cls(config_path(), environment)
 
     def find(self, shape: TunedShape, *, base: KernelConfig) -> KernelConfig:
-        """Return ``base``, with the settings tuned for this shape at the nearest tokens, if any."""
+        """Return ``base`` with settings tuned for this shape or its nearest token count, if any."""
         near = min(self.found, key=lambda each: each.shape.distance(shape), default=None)
         if near is None or math.isinf(near.shape.distance(shape)):
             return base
         return base.changed(near.settings)
 
     def write(self, tuned: TunedConfig) -> None:
-        """Append a tuned configuration to the file; ``find`` prefers it to an older one."""
+        """Append a tuned configuration to the file; ``find`` ignores older ones of its shape."""
         self._add(tuned)
         _write(self.path, [_entry(self.environment, tuned)], mode="a")
 

@@ -242,7 +242,7 @@ def _save_for_backward(ctx: Any, call: LayerCall, result: LayerResult) -> None:
 
 
 def _saved_input(call: LayerCall, result: LayerResult) -> torch.Tensor:
-    """Return forward's tokens if backward dispatches them again, else the rows that it saved."""
+    """Return the tokens if backward dispatches them again, else the rows that forward saved."""
     return call.x_TD if call.save == "recompute" else result.rows
 
 

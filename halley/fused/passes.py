@@ -108,8 +108,8 @@ def run_forward(workspaces: Workspaces, call: LayerCall, *, part: int = 0) -> La
     if not call.x_TD.is_cuda:  # interpreted kernels have finished
         workspace.check()
     y_TD, rows, pre_RG = results
-    # The sizes of saved tensors must depend on the plan only, not on the prediction. Activation
-    # checkpointing compares the sizes of the first run and of the recomputation.
+    # Saved tensors get their sizes from the plan, not from ``predicted``. Activation checkpointing
+    # compares the sizes of the first run and of the recomputation.
     num_saved = size.num_copies if call.save == "inputs" else size.num_rows
     return LayerResult(y_TD, plan, workspace.plan_id, rows[:num_saved], pre_RG[: size.num_rows])
 
@@ -241,7 +241,7 @@ def run_backward(
     options: BackwardOptions,
     main_grads: Sequence[torch.Tensor | None],
 ) -> Results:
-    """Run a layer's backward, a collective; return gradients of tokens, routing and projections.
+    """Run a layer's collective backward; return gradients of tokens, routing weights, projections.
 
     Args:
         inputs: gradient of the output; saved rows (with save "recompute", the tokens), plan and

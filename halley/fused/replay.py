@@ -59,7 +59,7 @@ class PlanSizes:
         self.by_layer: Any = WeakIdKeyDictionary()  # torch gives its methods no types
 
     def predict(self, up_LGD: torch.Tensor, *, part: int = 0) -> PlanSize:
-        """Predict a plan's size: the last of this layer part, else of any, 1/64 more, rounded up.
+        """Predict a plan's size: 1/64 above this layer part's last, else any layer's, rounded up.
 
         Before the first plan it is 0 rows; with ``max_load`` it is always the size ``fixed``.
         """
@@ -89,12 +89,12 @@ class PlanSizes:
 
 
 def rows_with_margin(num_rows: int, *, multiple: int) -> int:
-    """Predict the number of rows of the plan after one of ``num_rows``: 1/64 more, rounded up."""
+    """Predict the row count of a plan from the last plan's ``num_rows``: 1/64 more, rounded up."""
     return round_up_rows(num_rows + num_rows // _STEPS, multiple=multiple)
 
 
 def round_up_rows(num_rows: int, *, multiple: int) -> int:
-    """Round a row count up to a multiple, in steps of one multiple or at most 1/64 of the count."""
+    """Round a row count up to a multiple of ``multiple``, or coarser, by up to 1/64, if large."""
     num_tiles = -(-num_rows // multiple)
     step = 1 << max(0, (num_tiles // _STEPS).bit_length() - 1)
     return -(-num_tiles // step) * step * multiple
@@ -194,7 +194,7 @@ class _LaunchStep:
     frees: list[int] = field(default_factory=list)  # slots of tensors that nothing uses later
     # For each pointer: number of the parameter, slot of the tensor, byte offset in the tensor.
     addresses: list[tuple[int, int, int]] = field(default_factory=list)
-    # For each TMA map: these three, then the number of the kernel argument and its descriptor.
+    # For each TMA map: the same three numbers as in ``addresses``, argument number, descriptor.
     maps: list[tuple[int, int, int, int, TensorDescriptor]] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     current: list[int] = field(default_factory=list)  # addresses of ``slots`` in the last replay
@@ -240,7 +240,7 @@ class Recording:
         self._no_addresses = [0] * (len(self._slots) - self._num_inputs)
 
     def replay(self, inputs: list[Any]) -> list[torch.Tensor | None]:
-        """Launch the recorded kernels on other inputs; return new output tensors, None as recorded.
+        """Launch the recorded kernels on new inputs; return outputs, None where none was recorded.
 
         Where the pass released an input, its entry in ``inputs`` becomes None.
         """

@@ -1,7 +1,7 @@
 """The code that all plug-ins share: run a framework's routed experts by a strategy of Halley.
 
 A plug-in converts the weights of its framework to ``LocalExperts`` and calls ``ExpertRunner.run``.
-When it is imported, ``Framework`` checks that the installed version has all names it uses.
+``Framework`` finds the installed version and checks that it has the names that the plug-in uses.
 """
 
 import importlib
@@ -28,12 +28,12 @@ from halley.strategies.base import AbstractStrategy, under_autocast
 from halley.strategies.registry import build_strategy, check_strategy
 
 
-# The framework's own experts, differentiable. Arguments: rows (R, D), and the local expert
-# id of each row (R,), int64. Result: expert outputs (R, D), without routing weights.
+# The framework's own experts, differentiable. Arguments: rows (R, D), sorted by local expert, and
+# the local expert id of each row (R,), int64. Result: their expert outputs (R, D), not weighted.
 ExpertsFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-_TRACEABLE = ("fused", "unfused")  # strategies that torch.compile traces as one operator
-_DESCRIPTION = "halley_description"  # attribute of a module, not in its state dict
+_TRACEABLE = ("fused", "unfused")  # kinds of strategies that torch.compile can trace
+_DESCRIPTION = "halley_description"  # name of the attribute of a module that ``describe`` reads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,27 +45,28 @@ class LocalExperts:
     """
 
     num_local: int  # L
-    function: ExpertsFunction  # runs the experts if the strategy cannot
+    function: ExpertsFunction  # the framework's code, for experts that no strategy runs
     stacked: Experts | None = None
-    reason: str = ""  # why ``stacked`` is None, as in "the activation is ReLU"
+    reason: str = ""  # why ``stacked`` is None ("the activation is ReLU"); else ""
 
 
 def stack_swiglu(
     gate_LFD: torch.Tensor, up_LFD: torch.Tensor, down_LDF: torch.Tensor, *, dtype: torch.dtype
 ) -> Experts:
-    """Return experts without biases; a copy, since strategies read gate and up as one operand."""
+    """Return SwiGLU experts: gate and up concatenated (a copy), and down; all cast to ``dtype``."""
     gate_LFD, up_LFD, down_LDF = (weight.to(dtype) for weight in (gate_LFD, up_LFD, down_LDF))
     return Experts(up_LGD=torch.cat([gate_LFD, up_LFD], dim=1), down_LDF=down_LDF)
 
 
 @final
 class ExpertRunner:
-    """Runs the experts of a framework's modules by one strategy; all layers of a model share it.
+    """Runs experts by one strategy, or by the framework's code if the strategy cannot run them.
+
+    All layers of a model share one runner, and so the buffers of its strategy.
 
     Args:
         strategy: a name that ``halley.strategies.registry.build_strategy`` accepts.
-        strict: raise ``ValueError`` if the strategy cannot run some experts. The default warns
-            once, on the first rank, and runs the framework's code.
+        strict: raise ``ValueError`` where the default warns once and runs the framework's code.
 
     Raises:
         ValueError: ``strategy`` is unknown.
@@ -124,7 +125,7 @@ class ExpertRunner:
         x_cast_TD = x_TD.to(stacked.up_LGD.dtype)
         return prepared.forward_in_graph(x_cast_TD, routing, stacked).to(x_TD.dtype)
 
-    # Most strategies read split sizes on the host, which the compiler cannot trace.
+    # Most strategies read split sizes on the host, so ``torch.compile`` must not trace this method.
     @torch.compiler.disable(reason="a graph ends at Halley's experts: fullgraph must be False")
     def _run_outside_graph(
         self,
@@ -135,7 +136,7 @@ class ExpertRunner:
         group: dist.ProcessGroup | None,
         module: nn.Module | None,
     ) -> torch.Tensor:
-        """Run experts as ``run`` does, for calls that ``torch.compile`` does not trace."""
+        """Return the result of ``run``, for eager calls and calls that cannot be in a graph."""
         stacked, strategy, problem = experts.stacked, None, experts.reason
         if stacked is not None:
             strategy = self._find_strategy(group, x_TD.device)
@@ -162,10 +163,10 @@ class ExpertRunner:
         return y_TD
 
     def check_supported(self, problem: str) -> None:
-        """Report that the strategy cannot run some experts: an error if strict, else a warning.
+        """Raise ``ValueError`` if strict, else warn, unless the strategy is "auto" or "sequential".
 
-        The strategies "auto" and "sequential" report nothing: for them, the framework's own expert
-        code between dispatch and combine is a valid choice.
+        ``problem`` says why the strategy cannot run some experts. For "auto" and "sequential", the
+        framework's own expert code between dispatch and combine is a valid choice.
         """
         if self.strategy not in ("auto", "sequential"):
             self.warn_or_raise(
@@ -174,7 +175,7 @@ class ExpertRunner:
             )
 
     def warn_or_raise(self, problem: str, *, fallback: str) -> None:
-        """Raise ``ValueError`` if strict; else warn once, on the first rank.
+        """Raise ``ValueError`` if strict; else warn on global rank 0, once for each ``problem``.
 
         ``problem`` and ``fallback``, the code that runs instead, are sentences without full stop.
         """
@@ -186,7 +187,7 @@ class ExpertRunner:
                 warnings.warn(f"{problem}; {fallback}", stacklevel=2)
 
     def prepare(self, group: dist.ProcessGroup | None) -> Any:
-        """Return the fused strategy of a group, which ``torch.compile`` can trace; else None.
+        """Return this runner's strategy for a group if traceable (fused or unfused), else None.
 
         Call it before the first ``run``: the compiler cannot trace how a strategy is built.
         """
@@ -196,7 +197,7 @@ class ExpertRunner:
             group = None
         on_gpu = "nccl" in dist.get_backend(group) if group else torch.cuda.is_available()
         device = torch.device(f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu")
-        with device:  # a framework may build layers on "meta"
+        with device:  # not "meta", on which a framework may build its layers
             return self._find_strategy(group, device)
 
     def _find_strategy(
@@ -213,7 +214,10 @@ class ExpertRunner:
 
 @torch.compiler.assume_constant_result
 def _allows_unknown_sizes() -> bool:
-    """Return whether Dynamo allows data-dependent sizes in its graph, as ``fullgraph`` does."""
+    """Return the fake mode's ``shape_env.allow_dynamic_output_shape_ops``; False without a mode.
+
+    Dynamo sets it with ``fullgraph``: then a graph may have data-dependent sizes.
+    """
     mode = detect_fake_mode()
     return mode is not None and getattr(mode.shape_env, "allow_dynamic_output_shape_ops", False)
 
@@ -225,21 +229,18 @@ def find_problem(experts: Experts, strategy: AbstractStrategy, *, top_k: int) ->
 
 @cache
 def shared_runner(strategy: str, strict: bool) -> ExpertRunner:
-    """Return one ``ExpertRunner`` for each pair of options, so that all layers share its buffers.
-
-    For frameworks whose layer configurations can only hold strings and booleans.
-    """
+    """Return the one ``ExpertRunner`` of these options; all layers with them share its buffers."""
     return ExpertRunner(strategy, strict=strict)
 
 
 def _apply_function(
     experts: LocalExperts, x_RD: torch.Tensor, ends_L: torch.Tensor
 ) -> torch.Tensor:
-    """Return the framework's expert outputs for rows sorted by local expert."""
+    """Return the outputs ``(R, D)`` of ``experts.function`` for rows sorted by local expert."""
     num_rows = x_RD.shape[0]
     if num_rows == 0:
-        # One row of zeros: without it, this rank's backward would not reach the weights and the
-        # dispatch, whose gradient is a collective.
+        # Run expert 0 on a row of zeros and drop its output. Else this rank's backward would not
+        # reach the weights, nor the dispatch, whose backward is a collective.
         row_1D = x_RD.sum(0, keepdim=True)
         return experts.function(row_1D, ends_L.new_zeros(1, dtype=torch.int64))[:0]
     counts_L = torch.diff(ends_L, prepend=ends_L.new_zeros(1))
@@ -248,12 +249,12 @@ def _apply_function(
 
 
 def set_description(module: nn.Module, text: str) -> None:
-    """Store on a module how its experts run, for ``describe``; its state dict does not change."""
-    setattr(module, _DESCRIPTION, text)  # Dynamo cannot trace a write to vars(module)
+    """Set the attribute of a module that ``describe`` reads to a text on how its experts run."""
+    setattr(module, _DESCRIPTION, text)  # not by vars(module), whose writes Dynamo cannot trace
 
 
 def describe(model: nn.Module) -> dict[str, str]:
-    """Return how the experts of each module of a model run, by module name.
+    """Return texts on how experts run, by module name; modules without such a text are left out.
 
     Modules that Halley runs appear after their first forward pass, as in "halley: fused". A module
     that the plug-in leaves to the framework appears with the reason, as in
@@ -267,14 +268,14 @@ def describe(model: nn.Module) -> dict[str, str]:
 
 
 def warn_deprecated(old: str, new: str) -> None:
-    """Warn the caller of a deprecated function that the next release will remove it."""
-    # Python hides a DeprecationWarning outside of the main script.
+    """Warn, with a FutureWarning, that the name ``old`` is deprecated and ``new`` replaces it."""
+    # Not a DeprecationWarning, which Python hides outside of the main script.
     warnings.warn(f"{old} is deprecated: use {new}", FutureWarning, stacklevel=3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
-    """A framework that a plug-in extends, and the newest version that its tests run with."""
+    """A framework that a plug-in extends, and its newest version that Halley is tested with."""
 
     package: str  # the name to import
     install: str  # arguments of ``pip install``
@@ -290,7 +291,7 @@ class Framework:
         return str(package.__version__)
 
     def import_names(self, modules: dict[str, str]) -> Any:
-        """Return a namespace with names of the framework, given the module of each name.
+        """Import names of the framework; return a namespace with them. ``modules``: name to module.
 
         Warns if the version is too new. Raises ``ImportError`` if the framework is not installed,
         or lacks one of the names.
@@ -312,7 +313,7 @@ class Framework:
         return found
 
     def warn_if_newer(self, version: str) -> None:
-        """Warn if the version is newer than any that the tests run with."""
+        """Warn if ``version``, as (major, minor), is greater than ``newest``, the newest tested."""
         major, minor = (int(part) for part in version.split(".")[:2])
         if (major, minor) > self.newest:
             warnings.warn(
@@ -322,7 +323,7 @@ class Framework:
             )
 
     def check_parameters(self, function: Any, *expected: str) -> None:
-        """Raise ``ValueError`` if a function that a plug-in uses has other parameters."""
+        """Raise ``ValueError`` unless a function's parameter names are ``expected``, in order."""
         found = tuple(inspect.signature(function).parameters)
         if found != expected:
             raise ValueError(
@@ -336,11 +337,11 @@ class Framework:
 
 
 def find_module(name: str, attribute: str) -> ModuleType | None:
-    """Import a module by name; return it if it exists and has an attribute, else None."""
+    """Return a module; None if it or the attribute is missing. Its own import errors are raised."""
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # The missing module may also be a package that the named module imports.
+        # Raise if the missing module is another one, which the named module imports.
         if not f"{name}.".startswith(f"{error.name}."):
             raise
         return None

@@ -37,7 +37,7 @@ FRAMEWORK.check_parameters(
 
 
 def enable(strategy: str = "auto", *, strict: bool = False) -> str:
-    """Make every later ``deepspeed.initialize`` build AutoEP layers that Halley runs.
+    """Make AutoEP build a subclass of ``HalleyMoELayer`` in every later ``deepspeed.initialize``.
 
     A second call replaces the options of the first for engines made after it.
 
@@ -51,7 +51,7 @@ def enable(strategy: str = "auto", *, strict: bool = False) -> str:
     Raises:
         ValueError: ``strategy`` is unknown.
     """
-    # AutoEP has no registry. It looks the class up in this module whenever it makes a layer.
+    # AutoEP has no registry. It reads this attribute of its module whenever it builds a layer.
     _deepspeed.auto_ep_layer.AutoEPMoELayer = _layer_class(strategy, strict)
     version = FRAMEWORK.find_version()
     return f"deepspeed {version}: experts of AutoEP's layers run by Halley (strategy {strategy})"
@@ -63,9 +63,9 @@ def disable() -> None:
 
 
 class HalleyMoELayer(_deepspeed.AutoEPMoELayer):
-    """AutoEP's MoE layer with dispatch, experts and combine run by a strategy.
+    """AutoEP's MoE layer with dispatch, routed experts and combine run by Halley where it can.
 
-    Parameters, router and shared experts are those of AutoEP.
+    Parameters, router and shared experts are AutoEP's. DeepSpeed runs layers that Halley cannot.
     """
 
     runner: ExpertRunner  # shared by all layers; ``enable`` sets it in a subclass
@@ -134,7 +134,7 @@ class HalleyMoELayer(_deepspeed.AutoEPMoELayer):
 
 @cache
 def _layer_class(strategy: str, strict: bool) -> type[HalleyMoELayer]:
-    """Return the subclass of ``HalleyMoELayer`` with these options, one class for all calls.
+    """Return the subclass of ``HalleyMoELayer`` with these options; equal options, same class.
 
     While it replaces AutoEP's class, DeepSpeed finds the MoE layers of all engines, also of those
     made before, by ``isinstance`` with it.

@@ -41,8 +41,8 @@ _mcore = FRAMEWORK.import_names(
 for _method in (_mcore.MoELayer.dispatch, _mcore.MoELayer.routed_experts_compute):
     FRAMEWORK.check_parameters(_method, "self", "hidden_states", "probs")
 
-# The only values of fields of Megatron's configuration with which Halley can run a layer. A version
-# of Megatron-Core may lack a field; None also stands for other empty values.
+# Fields of Megatron's configuration, and all values of each with which Halley can run a layer. A
+# field that a version lacks is no problem. None also stands for False, 0 and "".
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "expert_tensor_parallel_size": (1,),
     "expert_gtp_weight_remat_size": (1,),
@@ -62,7 +62,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
 
 
 def find_problem(config: Any) -> str:
-    """Return the setting with which Megatron must run an MoE layer itself, and the rule, or ""."""
+    """Return a text on the first setting that Halley cannot run, with the allowed values, or ""."""
     for name, accepted in _REQUIRED.items():
         found = getattr(config, name, accepted[0])
         if found not in accepted and (found or accepted != (None,)):
@@ -73,8 +73,9 @@ def find_problem(config: Any) -> str:
 
 @final
 class HalleyMoELayer(_mcore.MoELayer):
-    """Megatron's MoE layer with its router and shared experts, and with stacked routed experts.
+    """Megatron's MoE layer with routed experts that are stacked and run by a strategy of Halley.
 
+    Router and shared experts are Megatron's; so is all else if ``find_problem`` finds a problem.
     Megatron's schedules call the phases of a layer one by one. Here ``routed_experts_compute``
     dispatches, computes and combines; the phases ``dispatch`` and ``combine`` return their inputs.
 
@@ -119,7 +120,7 @@ class HalleyMoELayer(_mcore.MoELayer):
     def routed_experts_compute(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Return the weighted sums over each token's experts, ``(T, D)``, and no bias.
+        """Return each token's weighted sum of expert outputs, ``(T, D)``, and None for the bias.
 
         A collective of the expert-parallel group. Arguments as ``dispatch`` returns them: tokens,
         ``(T, D)``, and routing weights, ``(T, K)``.
@@ -135,11 +136,11 @@ class HalleyMoELayer(_mcore.MoELayer):
 
 @final
 class PassThroughDispatcher(_mcore.MoETokenDispatcher):
-    """Passes tokens, expert ids and routing weights to ``routed_experts_compute`` unchanged."""
+    """Token dispatcher that converts routing maps to expert ids; it sends no tokens."""
 
     def __init__(self, config: Any, pg_collection: Any) -> None:
         super().__init__(config, pg_collection)
-        # The batch-overlap schedule frees the inputs of a phase when the phase returns.
+        # The batch-overlap schedule frees the inputs of a phase after it: phases return copies.
         self._inputs_are_freed = config.overlap_moe_expert_parallel_comm
         self._expert_ids_TK: torch.Tensor | None = None
         self._shape = torch.Size()
@@ -147,7 +148,7 @@ class PassThroughDispatcher(_mcore.MoETokenDispatcher):
     def dispatch_preprocess(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens, ``(T, D)``, and the weights of their experts, ``(T, K)``.
+        """Return tokens ``(T, D)`` and routing weights ``(T, K)``; ``pop_expert_ids`` has the ids.
 
         ``tokens`` is ``(S, B, D)`` with T = S * B. ``routing_map``, ``(T, E)`` bool, has at most K
         experts of a token, and ``probs`` is 0 for the others.
@@ -160,13 +161,13 @@ class PassThroughDispatcher(_mcore.MoETokenDispatcher):
         return self.copy_if_freed(tokens.reshape(-1, tokens.shape[-1])), weights_TK
 
     def pop_expert_ids(self) -> torch.Tensor:
-        """Return and forget the expert ids that ``dispatch_preprocess`` has stored, ``(T, K)``."""
+        """Return the expert ids of the last ``dispatch_preprocess``, ``(T, K)``, and reset them."""
         ids_TK, self._expert_ids_TK = self._expert_ids_TK, None
         assert ids_TK is not None
         return ids_TK
 
     def copy_if_freed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, or a copy of it if the schedule frees the inputs of phases."""
+        """Return a copy of the tensor if the schedule frees inputs of phases, else the tensor."""
         return tensor.clone() if self._inputs_are_freed else tensor
 
     def token_dispatch(
@@ -202,7 +203,7 @@ def enable(spec: Any, *, strategy: str = "auto", strict: bool = False) -> Any:
 
 
 def _replace_layers(part: Any, **options: Any) -> Any:
-    """Return a part of a spec with Halley's layers; the part itself if it has no MoE layer."""
+    """Return a copy of part of a spec with Halley's MoE layers; the part itself if it has none."""
     if isinstance(part, partial):  # an MoE layer since Megatron-Core 0.18
         if part.func is not _mcore.MoELayer:
             return part
@@ -254,11 +255,11 @@ def job_spec() -> Any:
     }
     if mixed:
         return enable(specs.get_gpt_decoder_block_spec(job, **options))
-    # The spec of a single layer fits every stage.
+    # All layers are alike, so the spec of a single layer fits every pipeline stage.
     return enable(specs.get_gpt_decoder_layer_specs(job, **options)[0])
 
 
-# Megatron-LM reads this attribute for ``--spec`` and accepts a spec object only, not a function.
+# ``--spec`` of Megatron-LM takes a spec object, not a function: so the import makes the object.
 layer_spec = job_spec()
 
 

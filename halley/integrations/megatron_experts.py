@@ -27,13 +27,13 @@ _mcore = FRAMEWORK.import_names(
         "get_default_pg_collection": "megatron.core.transformer.moe.moe_utils",
     }
 )
-# The layer of Megatron's SequentialMLP that holds the matrices of each parameter.
+# For each parameter, the layer in Megatron's SequentialMLP whose matrices the parameter stacks.
 _LAYERS = {"weight1": "linear_fc1", "weight2": "linear_fc2"}
 
 
 @final
 class StackedExperts(_mcore.MegatronModule):
-    """The experts of one rank, without biases.
+    """The experts of one rank as two stacked weights without biases, in place of SequentialMLP.
 
     ``weight1`` is ``(L, 2F, D)``, gate rows first, or ``(L, F, D)`` without a gate. ``weight2`` is
     ``(L, D, F)``. Both start with the values of Megatron's ``SequentialMLP``, and checkpoints are
@@ -68,7 +68,7 @@ class StackedExperts(_mcore.MegatronModule):
             self._initialize(on_cpu=on_cpu)
 
     def local_experts(self) -> LocalExperts:
-        """Return the experts of this rank, with stacked weights if a strategy can use them."""
+        """Return this rank's experts, with stacked weights or the reason why there are none."""
         reason = self._find_unsupported()
         stacked = None
         if not reason:
@@ -76,8 +76,8 @@ class StackedExperts(_mcore.MegatronModule):
             if self.config.gradient_accumulation_fusion:
                 self._register_gradient_hooks()
             else:
-                # Strategies add gradients to ``main_grad`` of a weight. Views have no such buffer,
-                # so autograd returns their gradients, and Megatron adds them itself.
+                # Strategies add gradients to a weight's ``main_grad`` if it has one. Views have
+                # none: their gradients go through autograd, and Megatron adds them itself.
                 up, down = up.view_as(up), down.view_as(down)
             activation = "swiglu" if self.config.gated_linear_unit else "gelu"
             stacked = Experts(up_LGD=up, down_LDF=down, activation=activation)
@@ -94,7 +94,7 @@ class StackedExperts(_mcore.MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return each expert's matrices under the keys of ``SequentialMLP`` and Transformer Engine.
+        """Return checkpoint entries of weights and extra state, in ``SequentialMLP``'s format.
 
         If "singleton_local_shards" of ``metadata`` is true, each expert has a key of its own. Else
         all experts are slices of one tensor.
@@ -123,7 +123,7 @@ class StackedExperts(_mcore.MegatronModule):
                 partial(_stack, gated=gated),
                 replica,
             )
-            # Transformer Engine stores extra state beside a matrix; Megatron's layers store None.
+            # Transformer Engine's layers store extra state of a matrix; other layers None, as here.
             for index, (expert_prefix, offsets) in enumerate(places, start=first):
                 key = f"{layer}._extra_state"
                 extra = _mcore.make_sharded_object_for_checkpoint(
@@ -133,7 +133,7 @@ class StackedExperts(_mcore.MegatronModule):
         return state
 
     def _initialize(self, *, on_cpu: bool) -> None:
-        """Initialise one expert after another, with the random numbers of Megatron's own layers."""
+        """Initialise one expert after another, to the values that ``SequentialMLP`` would have."""
         name = _mcore.get_expert_parallel_rng_tracker_name()
         generator = nullcontext() if on_cpu else _mcore.get_cuda_rng_tracker().fork(name)
         methods = self.config.init_method, self.config.output_layer_init_method
@@ -148,7 +148,7 @@ class StackedExperts(_mcore.MegatronModule):
                         method(weight[index])
 
     def _register_gradient_hooks(self) -> None:
-        """Register gradient hooks of the two weights, once Megatron has attached ``main_grad``."""
+        """Register gradient hooks at the first call with grad mode on and ``main_grad`` present."""
         ready = torch.is_grad_enabled() and hasattr(self.weight1, "main_grad")
         if ready and not self._has_gradient_hooks:
             self._has_gradient_hooks = True
@@ -188,14 +188,14 @@ class StackedExperts(_mcore.MegatronModule):
 
 
 def _ignore_extra_state(module: nn.Module, keys: Any) -> None:
-    """Remove the extra state that ``sharded_state_dict`` added from the unexpected keys."""
+    """Remove keys of experts' extra state from a load's unexpected keys, so that it succeeds."""
     for key in list(keys.unexpected_keys):
         if "experts.expert" in key and key.endswith("._extra_state"):
             keys.unexpected_keys.remove(key)
 
 
 def _register_gradient_hook(weight: nn.Parameter) -> None:
-    """Set ``weight.grad`` to zeros if a kernel has added the gradient to ``main_grad`` itself.
+    """Hook a weight: set ``grad`` to zeros when a kernel added the gradient to ``main_grad``.
 
     Megatron's overlapped gradient reduction asserts that ``grad`` is not None. The zeros are an
     expanded scalar, which takes no memory.
@@ -206,7 +206,7 @@ def _register_gradient_hook(weight: nn.Parameter) -> None:
         if gradients[0] is None and getattr(weight, "grad_added_to_main_grad", False):
             weight.grad = weight.new_zeros(()).expand_as(weight)
 
-    # This is the AccumulateGrad node of the weight; Megatron's own hook keeps it alive.
+    # Hook the AccumulateGrad node of the weight, which Megatron's own hook keeps alive.
     function.next_functions[0][0].register_prehook(set_zero_gradient)
 
 
@@ -222,7 +222,7 @@ def _split(
     gated: bool,
     singleton: bool,
 ) -> list[Any]:
-    """Divide a stacked weight into checkpoint tensors: one for each expert, or its gate and its up.
+    """Return checkpoint tensors of a stacked weight: per expert one, or gate and up if ``gated``.
 
     Megatron passes the key of the factory, in front of which it may have added a prefix.
     """
@@ -244,7 +244,7 @@ def _split(
 
 @torch.no_grad()
 def _stack(tensors: list[torch.Tensor], *, gated: bool) -> torch.Tensor:
-    """Stack checkpoint tensors of experts into one weight: the inverse of ``_split``."""
+    """Return one stacked weight from checkpoint tensors of experts: the inverse of ``_split``."""
     if gated:
         pairs = zip(tensors[::2], tensors[1::2], strict=True)
         tensors = [torch.cat([gate, up]) for gate, up in pairs]

@@ -48,7 +48,7 @@ FRAMEWORK.check_parameters(
 
 
 class HalleyRoutedExperts(_titan.RoutedExperts):
-    """torchtitan's routed experts with dispatch, experts and combine run by a strategy.
+    """torchtitan's routed experts with dispatch, experts and combine run by a strategy of Halley.
 
     Parameters, their names and their meshes are those of torchtitan's class. The token dispatcher
     only provides the mesh.
@@ -56,7 +56,7 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(_titan.RoutedExperts.Config):
-        """torchtitan's configuration, and the options of Halley."""
+        """torchtitan's configuration of routed experts, with Halley's options added."""
 
         strategy: str = "auto"  # a name that halley.build_strategy accepts, such as "fused:inputs"
         strict: bool = False  # raise an error where the default warns once
@@ -72,7 +72,7 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
             self._runner.check_supported(self._unsupported)
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Shard the experts as torchtitan does, if all ranks get equally many."""
+        """Shard the experts as torchtitan does; ``ValueError`` unless ranks get equally many."""
         mesh = parallel_dims.get_optional_mesh("ep")
         if mesh is not None:
             local_experts(self.inner_experts.num_experts, ep_size=mesh.size())
@@ -87,7 +87,7 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
         topk_expert_ids_BLK: torch.Tensor,
         num_local_tokens_per_expert_E: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the weighted sums over each token's experts, ``(B, L, D)``; a collective.
+        """Return each token's weighted sum of expert outputs, ``(B, L, D)``; a collective.
 
         ``x_BLD`` is a plain tensor; ``num_local_tokens_per_expert_E`` is unused.
         """
@@ -129,7 +129,7 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
 
 @_titan.override(target=_titan.RoutedExperts.Config, description="routed experts run by Halley")
 def enable(cfg: Any, *, strategy: str = "auto", strict: bool = False) -> Any:
-    """Return the configuration of routed experts that Halley runs, for torchtitan's overrides.
+    """Return Halley's configuration of routed experts, or ``cfg`` if Halley cannot run them.
 
     It changes nothing by itself: torchtitan calls it for each MoE layer if ``--override.imports``
     names it, and builds the layer from the result. Options follow the name as JSON:

@@ -1,4 +1,4 @@
-"""Run the routed experts of Hugging Face Transformers models; see docs/transformers.md.
+"""Run the routed experts of Transformers models by Halley; see docs/transformers.md.
 
 Call ``enable()`` before a model is loaded, or ``enable(model)`` after it is. Each version of
 Transformers accepts other expert code at another place: see ``ExtensionPoint``.
@@ -42,7 +42,7 @@ __all__ = [
     "unregister",
 ]
 
-NAME = "halley"  # of Halley's entry in the registries of Transformers
+NAME = "halley"  # name of Halley's entries in the registries of Transformers
 FRAMEWORK = Framework(
     package="transformers", install="'.[hf]' in a checkout of Halley", newest=(5, 24)
 )
@@ -50,7 +50,7 @@ FRAMEWORK = Framework(
 _STYLE = "ep_dispatch_experts"  # Transformers' name of its parallel style for experts
 _DEFAULT = "auto"  # the ep_implementation of a model whose configuration names none
 _EXPERTS = "transformers.integrations.moe"
-# The module of the parallel styles since 5.22, then the one before 5.22.
+# The module of Transformers' parallel styles since version 5.22, then that of older ones.
 _STYLES = ("transformers.distributed.expert_parallel", "transformers.distributed.tensor_parallel")
 # DistributedDataParallel skips the parameters whose names this attribute of the model lists.
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
@@ -60,7 +60,7 @@ Group = dist.ProcessGroup | DeviceMesh | None
 
 @dataclass(frozen=True, kw_only=True)
 class ExtensionPoint:
-    """The place at which the installed Transformers lets a plug-in replace its expert parallelism.
+    """The registry or class by which the installed Transformers accepts other code for experts.
 
     There are three kinds:
 
@@ -112,7 +112,7 @@ def enable(
     strict: bool = False,
     default: bool = True,
 ) -> str:
-    """Run the routed experts of Transformers models by a strategy of Halley.
+    """Make Halley run the experts of ``model``, or if it is None, of models that are loaded later.
 
     Without ``model``, Halley runs models that are loaded afterwards with ``ep_size`` above 1
     (Transformers 5.19 and newer). On a single rank, it runs models that are loaded with
@@ -185,7 +185,7 @@ def disable() -> None:
 def _build_implementation(
     experts: nn.Module, ep_mesh: Any, tp_mesh: Any, *, runner: ExpertRunner, point: ExtensionPoint
 ) -> Any:
-    """Return the callable that runs one experts module, for ``EPImplementationInterface``."""
+    """Return the callable that runs an experts module: Halley's, or ``AutoEP`` if Halley cannot."""
     problem = find_problem(experts)
     if not problem and point.parallel._uses_megamoe(experts):
         problem = f"experts module {type(experts).__name__} must not be deepgemm_megamoe's"
@@ -196,7 +196,7 @@ def _build_implementation(
 
 
 def _style_class(built_in: type, runner: ExpertRunner) -> type:
-    """Return a parallel style that replaces the forward of each experts module by Halley's.
+    """Return a parallel style class that replaces the forward of modules that Halley can run.
 
     ``built_in`` is Transformers' own style, which runs the modules that Halley cannot run.
     """
@@ -211,8 +211,8 @@ def _style_class(built_in: type, runner: ExpertRunner) -> type:
 
             def forward(hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
                 if spans_all_ranks and hasattr(module, "set_force_sum_reduction_for_comms"):
-                    # Here FSDP2 shards the experts over one rank, and divides gradients itself.
-                    # The sum that Transformers 5.19 to 5.22 force would divide them once more.
+                    # FSDP2 shards the experts over one rank here, and divides gradients itself.
+                    # Transformers 5.19 to 5.22 force a sum, which would divide them once more.
                     module.set_force_sum_reduction_for_comms(False)
                 with self.context_around_forward(module, ep_mesh):
                     return dispatched(hidden_states, top_k_index, top_k_weights)
@@ -224,7 +224,7 @@ def _style_class(built_in: type, runner: ExpertRunner) -> type:
 
 
 def shard_model(model: nn.Module, group: Group, *, runner: ExpertRunner) -> list[str]:
-    """Keep this rank's share of the experts of a model; return the names of divided parameters.
+    """Divide a model's experts over ranks, make Halley run them; return divided parameters' names.
 
     Errors as for ``enable``.
     """
@@ -271,7 +271,7 @@ def full_state_dict(model: nn.Module, group: Group = None) -> dict[str, torch.Te
 
 
 def _resolve(group: Group) -> tuple[dist.ProcessGroup | None, int, int]:
-    """Return the process group, this rank in it and its size; None, 0 and 1 without a job."""
+    """Return the process group, this rank in it and its size; None, 0, 1 if there is none."""
     if isinstance(group, DeviceMesh):
         group = group.get_group()
     if group is None and dist.is_initialized():
@@ -282,14 +282,14 @@ def _resolve(group: Group) -> tuple[dist.ProcessGroup | None, int, int]:
 
 
 def _divide(experts: Any, prefix: str, *, rank: int, ep_size: int) -> list[str]:
-    """Replace each parameter by this rank's share of it; return their names in the model."""
+    """Replace a module's parameters by this rank's shares; return their names in the model."""
     num_local = local_experts(experts.num_experts, ep_size=ep_size)
     names: list[str] = []
     for name, parameter in list(experts.named_parameters(recurse=False)):
         share = parameter.detach()[rank * num_local : (rank + 1) * num_local].clone()
         sharded = nn.Parameter(share, requires_grad=parameter.requires_grad)
         if sharded.requires_grad:
-            # Backward sums over the tokens of all ranks, and the loss of each rank is a mean.
+            # Backward sums over the tokens of all ranks, but the loss is a mean over ranks: divide.
             sharded.register_hook(lambda gradient: gradient / ep_size)
         setattr(experts, name, sharded)
         names.append(f"{prefix}.{name}")
@@ -298,7 +298,7 @@ def _divide(experts: Any, prefix: str, *, rank: int, ep_size: int) -> list[str]:
 
 
 def register(strategy: str = "auto", *, strict: bool = False, default: bool = False) -> str:
-    """Deprecated name of ``enable``; its ``default`` was False."""
+    """Deprecated form of ``enable`` without ``model``; here ``default`` is False."""
     warn_deprecated("register", "halley.integrations.transformers.enable")
     return enable(strategy=strategy, strict=strict, default=default)
 
@@ -318,6 +318,6 @@ def shard_experts(
 
 
 def overlap_shared_experts(model: nn.Module) -> list[str]:
-    """Do nothing; deprecated: shared experts on a side stream had no measured speed-up."""
+    """Do nothing, return []; deprecated: shared experts on a side stream had no speed-up."""
     warn_deprecated("overlap_shared_experts", "no call in its place: it has no effect any more")
     return []

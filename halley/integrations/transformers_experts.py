@@ -22,12 +22,12 @@ from halley.strategies.traceable import find_one_rank_problem, run_on_one_rank
 
 # Transformers' decorator ``use_experts_implementation`` sets these attributes on each module.
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-# Names of one activation: classes of Transformers, classes of torch, functions of torch.
+# Names of SiLU and of GELU, each: class of Transformers, class of torch, function of torch.
 _SILU, _GELU = ("SiLUActivation", "SiLU", "silu"), ("GELUActivation", "GELU", "gelu")
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether Transformers' experts interface runs this module."""
+    """Return whether a module has all ``_FLAGS``: then Transformers' experts interface runs it."""
     return all(hasattr(module, flag) for flag in _FLAGS)
 
 
@@ -63,9 +63,9 @@ def find_unsupported(module: nn.Module) -> str:
 
 
 def read_experts(module: nn.Module, function: ExpertsFunction) -> LocalExperts:
-    """Return the experts of a module with plain tensors; ``stacked`` has views of its weights.
+    """Return a module's experts: ``stacked`` has its weights or views of them, or is None.
 
-    ``function`` is Transformers' own computation of these experts.
+    The weights must be plain tensors. ``function`` is Transformers' computation of these experts.
     """
     experts: Any = module
     num_local = experts.down_proj.shape[0]
@@ -89,7 +89,7 @@ def _up_name(module: nn.Module) -> str:
 
 
 def _experts_function(forward: Any) -> ExpertsFunction:
-    """Return a function that applies Transformers' experts to rows, one local expert for each."""
+    """Convert a Transformers experts forward to an ``ExpertsFunction``: top-1, with weights 1."""
 
     def run(rows_RD: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
         return forward(rows_RD, ids_R[:, None], rows_RD.new_ones(rows_RD.shape[0], 1))
@@ -128,7 +128,7 @@ class DispatchedExperts:
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sums over each token's experts, ``(T, D)``; a collective.
+        """Return each token's weighted sum of expert outputs, ``(T, D)``; a collective.
 
         Expert ids are global; -1 stands for a dropped slot.
         """
@@ -152,7 +152,7 @@ class DispatchedExperts:
         if self.tp_mesh is not None:
             y_TD = _all_gather_rows(y_TD, self.tp_mesh, num_tokens=num_tokens)
         # A model may add shared experts to the result in place. On a view, that would drop the
-        # hooks with which FSDP2 all-gathers the experts' weights for backward.
+        # hooks with which FSDP2 all-gathers the experts' weights for backward. So a view is cloned.
         is_view = not torch.compiler.is_compiling() and y_TD._is_view()
         return y_TD.clone() if is_view else y_TD
 
@@ -166,7 +166,7 @@ def run_local_experts(
     runner: ExpertRunner,
     fallback: Any,
 ) -> torch.Tensor:
-    """Return the weighted sums over the experts that a module holds, without communication.
+    """Return each token's weighted sum over experts in this module only; no communication.
 
     Expert ids are local; ids past the module's own experts are skipped. ``fallback`` is
     Transformers' own function, for experts that no strategy can run.
@@ -184,19 +184,19 @@ def run_local_experts(
 
 
 def leave_to_transformers(experts: nn.Module, problem: str, *, runner: ExpertRunner) -> None:
-    """Let Transformers run a module: store the reason, and warn, or raise if strict."""
+    """Raise if strict; else warn that Transformers runs the module, and set its description."""
     runner.warn_or_raise(problem, fallback="transformers runs it")
     set_description(experts, f"transformers: {problem}")
 
 
 def _take_share(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return this rank's share of the rows that all ranks hold; backward all-gathers."""
+    """Return this rank's share of rows that all ranks of the mesh hold; backward all-gathers."""
     replicated = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return replicated.redistribute(mesh, [Shard(0)]).to_local()
 
 
 def _all_gather_rows(share_TD: torch.Tensor, mesh: DeviceMesh, *, num_tokens: int) -> torch.Tensor:
-    """All-gather the rows of all ranks; ranks may hold different numbers of rows, also none."""
+    """All-gather rows over the mesh into ``(num_tokens, D)``; ranks may hold unequal numbers."""
     shape = torch.Size((num_tokens, share_TD.shape[1]))
     shares = DTensor.from_local(
         share_TD.contiguous(), mesh, [Shard(0)], shape=shape, stride=(share_TD.shape[1], 1)

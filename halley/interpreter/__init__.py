@@ -1,4 +1,4 @@
-"""Run Triton kernels of several ranks on a CPU, with schedules from a seed and bounds checks.
+"""Run Triton kernels of several ranks on a CPU; check their accesses, order threads by a seed.
 
 Triton's own interpreter has three defects, which ``install.py`` repairs for the whole process. It
 rounds bfloat16 wrongly (``numerics.py``). It runs the programs of a launch one after another, so

@@ -1,4 +1,4 @@
-"""Launch interpreted kernels: programs run concurrently under a scheduler, else one by one.
+"""Launch interpreted kernels: a scheduler interleaves programs; without one they run in order.
 
 Unlike in Triton's own interpreted launch, arguments must be on the CPU and are used in place,
 exceptions reach the caller unchanged, and numpy's floating-point warnings are off, since GPUs have
@@ -26,7 +26,7 @@ from halley.interpreter.scheduler import current_scheduler, switch_point
 _Index = tuple[int, ...]  # ids of a program along the axes of its grid
 _Launch = tuple[Callable[[_Index], None], list[_Index]]  # function, and programs that it runs
 
-# Methods that access memory: name in messages, argument positions of pointer and mask, or None.
+# Methods that access memory: name in messages, argument positions of pointer and mask (or None).
 _ACCESSES: dict[str, tuple[str, int, int | None]] = {
     "create_masked_load": ("load", 0, 1),
     "create_masked_store": ("store", 0, 2),
@@ -34,7 +34,7 @@ _ACCESSES: dict[str, tuple[str, int, int | None]] = {
     "create_atomic_cas": ("atomic operation", 0, None),
 }
 
-# Context variables, because each rank and each program of a scheduler is a thread of its own.
+# Context variables, because a scheduler runs ranks and concurrent programs in separate threads.
 _GRID: contextvars.ContextVar[_Index] = contextvars.ContextVar("grid")
 _PROGRAM: contextvars.ContextVar[_Index] = contextvars.ContextVar("program")
 
@@ -65,10 +65,10 @@ def install() -> None:
 def _checked(
     original: Callable[..., Any], kind: str, *, pointer: int, mask: int | None
 ) -> Callable[..., Any]:
-    """Wrap a memory access: check addresses; after an atomic or volatile load, switch threads."""
+    """Wrap a memory access: check addresses; let threads switch after atomics, volatile loads."""
 
     def access(self: InterpreterBuilder, *args: Any, **kwargs: Any) -> Any:
-        # Tensor descriptors pass arguments after the mask, such as ``is_volatile``, by keyword.
+        # ``is_volatile`` of a load is a keyword for tensor descriptors, else the last argument.
         ALLOWED.get().check(kind, args[pointer], None if mask is None else args[mask])
         result = original(self, *args, **kwargs)
         if kind != "store" and (kind != "load" or kwargs.get("is_volatile", args[-1])):
@@ -81,7 +81,7 @@ def _checked(
 def _launch(
     self: GridExecutor, *args: Any, beside: Sequence[tuple[Any, Any, Any]] = (), **kwargs: Any
 ) -> None:
-    """Run the programs of a kernel and of ``beside``: kernels with their grids and arguments.
+    """Run the programs of a kernel and of those in ``beside``: (kernel, grid, arguments) each.
 
     Each launch begins when all programs of the launches before it have begun. Without a scheduler,
     the launches run one after another.
@@ -101,7 +101,7 @@ def _launch(
 
 
 def _prepare(executor: GridExecutor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Launch:
-    # Other keywords, such as num_warps, are options of Triton's compiler and are ignored.
+    # Keywords that are no kernel argument, such as num_warps, are compiler options: drop them.
     kwargs = {name: value for name, value in kwargs.items() if name in executor.arg_names}
     arguments = inspect.getcallargs(executor.fn, *args, **kwargs)
     allowed = Allowed(executor.fn.__name__, arguments.values())

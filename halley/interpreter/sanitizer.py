@@ -42,7 +42,7 @@ class Allowed:
         self._ends = np.maximum.accumulate(ends) if spans else ends
 
     def check(self, access: str, pointers: TensorHandle, mask: _Mask = None) -> None:
-        """Raise an IndexError if an unmasked element of an access is outside of these ranges."""
+        """Raise an IndexError if an element that ``mask`` selects is outside of these ranges."""
         addresses = pointers.data
         if mask is not None:
             addresses = addresses[mask.data if isinstance(mask, TensorHandle) else mask]

@@ -29,7 +29,7 @@ class _Stop(BaseException):
 
 @final
 class _Task:
-    """A thread of the scheduler, which runs only between ``wake`` and ``sleep``."""
+    """A thread of a scheduler; the thread runs only from a ``wake`` to its next ``sleep``."""
 
     def __init__(self, scheduler: "Scheduler", *, index: int, name: str) -> None:
         self.scheduler = scheduler
@@ -90,7 +90,7 @@ class Scheduler:
 
     @property
     def num_switches(self) -> int:
-        """Number of switches in the last ``run_ranks``, also those to the running thread."""
+        """Number of thread picks in the current or last ``run_ranks``, the same thread included."""
         return len(self.trace)
 
     def run_ranks(self, num_ranks: int, fn: Callable[[int], T]) -> list[T]:
@@ -250,7 +250,7 @@ class Scheduler:
         return self._pick()
 
     def _pick(self) -> _Task:
-        """Return a random runnable thread; each pick pauses instead with probability ``starve``."""
+        """Return a random runnable thread; with probability ``starve``, pause it and pick again."""
         while True:
             awake = self._runnable
             if self.starve:

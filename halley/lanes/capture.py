@@ -36,7 +36,7 @@ class StepGraphs:
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """The graphs of a loss function, and the values of the inputs of forward in one call of it."""
+    """The graphs of a loss function, and the values of forward's inputs in one of its calls."""
 
     graphs: StepGraphs
     values: tuple[Any, ...]

@@ -79,7 +79,7 @@ def cut_step(graphs: StepGraphs) -> tuple[Item, ...]:
 
 
 def _cut(graph: fx.Graph) -> tuple[list[_Draft], set[fx.Node]]:
-    """Divide a graph's nodes into drafts of items; return these, and nodes that their readers copy.
+    """Divide a graph's nodes into drafts of items; return these, and nodes that reading items copy.
 
     A view joins the segment of its source, and a size the host item of its sources. In the order of
     the graph they may be anywhere, and would make segments need each other.
@@ -126,7 +126,7 @@ def _is_host(node: fx.Node, sources: list[_Draft]) -> bool:
 
 
 def _is_static(node: fx.Node) -> bool:
-    """Return whether all sizes of a node's result and of its arguments are known."""
+    """Return whether all sizes of a node's result and arguments are constants of the graph."""
     values: Any = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
     return not free_symbols(values)
 

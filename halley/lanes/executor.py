@@ -136,7 +136,7 @@ class Executor:
     def _with_graphs(
         self, values: Sequence[dict[str, Any]], parameters: Sequence[Any]
     ) -> Iterable[_Action]:
-        """Return the actions of a step; if ``captures``, some of them launch CUDA graphs."""
+        """Return a step's actions; if the executor captures, static items as CUDA graphs."""
         if not self._captures:
             return self._actions
         addresses = [each.data_ptr() for each in parameters if isinstance(each, nn.Parameter)]
@@ -145,7 +145,7 @@ class Executor:
         return self._capture(values, addresses)
 
     def _capture(self, values: Sequence[dict[str, Any]], addresses: list[int]) -> Iterator[_Action]:
-        """Yield each action, to run at once, with a CUDA graph if ``can_capture`` says so.
+        """Yield each action, captured as a CUDA graph if ``can_capture``, for the caller to run.
 
         Later steps use the actions if they have all run and the parameters have these addresses.
         """
@@ -166,14 +166,14 @@ class Executor:
 
 
 def can_capture(item: Item) -> bool:
-    """Return whether a CUDA graph can replay an item: it knows its sizes, and reads no tensor."""
+    """Return whether a CUDA graph can replay an item: sizes are known, no operator is unsafe."""
     targets = [node.target for node in item.code.nodes] if item.code else []
     unsafe = torch.Tag.cudagraph_unsafe
     return item.is_static and not any(unsafe in getattr(each, "tags", ()) for each in targets)
 
 
 def one_after_another(items: Sequence[Item], *, num_microbatches: int) -> list[tuple[int, int]]:
-    """Return the order of items that finishes each microbatch before the next one begins."""
+    """Return (microbatch, item index) pairs: each microbatch ends before the next one begins."""
     return [(each, index) for each in range(num_microbatches) for index in range(len(items))]
 
 
@@ -212,7 +212,7 @@ def _run(
 @final
 @dataclass(eq=False)
 class _Gradients:
-    """Gives gradients to parameters in the order of microbatches, in whatever order they are ready.
+    """Gives each parameter its gradients in the order of microbatches; holds back early ones.
 
     So the sums are equal bit for bit to those of one microbatch after another.
     """
@@ -255,7 +255,7 @@ class _SegmentGraphs:
         gc.collect()  # frees CUDA objects now, because that would break a capture
 
     def capture(self, call: Call, values: Sequence[Any], fixed: Sequence[bool]) -> Call:
-        """Return a function that replays ``call``, compiled code; nothing runs before it is called.
+        """Capture ``call`` as a CUDA graph without running it; return a function that replays it.
 
         ``values`` are tensors of the shapes to capture, ``fixed`` tells which keep their addresses.
         """

@@ -190,9 +190,9 @@ class _ListScheduler:
         ]
 
     def _choose_unit(self, gap_us: float) -> tuple[int, int] | None:
-        """Return the longest deferred unit that fits into ``gap_us``, else a near one, or None.
+        """Return the longest deferred unit up to ``gap_us``, else the shortest up to 2x, or None.
 
-        All lanes wait in the gap. Near is the shortest unit, up to ``_MAX_EXCESS`` times the gap.
+        All lanes wait in the gap. The factor 2 (2x) is ``_MAX_EXCESS``.
         """
         fitting = [each for each in self.units if self._unit_us(each) <= gap_us]
         if fitting:

@@ -105,12 +105,12 @@ class LaneStep:
 
     @property
     def plan(self) -> LanePlan | None:
-        """The plan of further steps with the graphs of the last one; None if there is none yet."""
+        """The plan of further steps with the last graphs; None until made, and with a fallback."""
         return None if self._last is None else self._last.plan
 
     @property
     def fallback(self) -> str:
-        """The reason why microbatches run one after another in every step; "" if there is none."""
+        """Why steps with the last graphs never run microbatches side by side; "" if no reason."""
         return "" if self._last is None else self._last.fallback
 
     @property
@@ -154,7 +154,7 @@ class LaneStep:
 
 @final
 class _Program:
-    """The items of one forward and backward graph, compiled, and the order in which they run."""
+    """Compiled items of a step's graphs; runs them, and plans their order after measured steps."""
 
     def __init__(self, graphs: StepGraphs, compiler: SegmentCompiler, *, options: _Options) -> None:
         self.plan: LanePlan | None = None  # None in measured steps and with a fallback

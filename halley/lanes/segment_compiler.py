@@ -26,7 +26,7 @@ Call = Callable[[list[Any]], Sequence[Any]]
 @final
 @dataclass(eq=False)
 class SegmentCompiler:
-    """Makes functions of the code of ``Item`` objects, one for items of equal code and shapes."""
+    """Makes functions from the code of items, one for all items of equal code and shapes."""
 
     inner: Inner  # "eager" runs the operators one by one; "inductor" compiles segments and units
     calls: dict[str, Call] = field(default_factory=dict)  # the functions by hash of the code

@@ -137,7 +137,7 @@ class GroupedExperts(nn.Module):
         return tuple(shape)
 
     def local_shard(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of the full weight ``(..., *full_shape(name))`` of experts."""
+        """Return this rank's tensor-parallel shard of weights ``(..., *full_shape(name))``."""
         if name not in self.sharded_dims:
             return weight
         dim = self.sharded_dims[name]

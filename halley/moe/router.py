@@ -86,7 +86,7 @@ class SoftmaxRouter(AbstractRouter):
 
 @final
 class SigmoidRouter(AbstractRouter):
-    """A router that chooses the top-k experts by sigmoid score plus bias, in the best groups only.
+    """A router: top-k experts by sigmoid score plus bias, from the best groups of experts only.
 
     A bias is added to the scores for the choice, but not for the weights. ``update_bias`` raises
     the bias of experts below the mean load and lowers it above the mean, without a loss.

@@ -147,7 +147,7 @@ class MoETransformer(nn.Module):
 
 
 def _by_layer(config: ModelConfig, given: Sequence[_T] | None, *, name: str) -> dict[int, _T]:
-    """Return a dict from layer index in the model to item; ``given`` is None or has one per MoE."""
+    """Return ``given``, one item per MoE layer, as a dict by layer index in model; {} for None."""
     if given is None:
         return {}
     layers = [index for index in range(config.num_layers) if config.is_moe_layer(index)]

@@ -80,7 +80,7 @@ class Crossing:
 def plan_crossing(
     routing: Routing, tables: NodeTables, *, num_chunks: int, group: dist.ProcessGroup
 ) -> Crossing:
-    """Find the rows to send to other nodes; exchange counts with all ranks. Collective; host waits.
+    """Find the rows to send to other nodes; exchange row counts. Collective; the host waits.
 
     ``routing`` has expert ids of all nodes, and ``group`` the ranks of all nodes. A missing rank is
     a ``RuntimeError``.

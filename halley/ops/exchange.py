@@ -1,4 +1,4 @@
-"""Collectives with gradients: exchanges of rows, and sums over the replicas of an expert.
+"""Differentiable exchanges of rows, and sums of weight gradients over the replicas of an expert.
 
 An all-to-all is split into start and wait, so that other work can run in between. The backward of
 ``wait`` starts the all-to-all of the gradient, and the backward of ``start`` waits for it. So code
@@ -240,7 +240,7 @@ class _ReduceScatterRows(torch.autograd.Function):
 
 @final
 class Replicas:
-    """Sums an expert's gradients over the ranks that hold replicas, or copies the lowest rank's.
+    """Sums each replicated expert's gradients over its ranks, or copies those of its lowest rank.
 
     ``rank`` is this rank in the expert-parallel ``group``, and ``recorder`` records the host's wait
     as the span "replicas.wait".
@@ -296,7 +296,7 @@ class Replicas:
         gradients: Sequence[torch.Tensor],
         merge: Callable[[torch.Tensor, Sequence[torch.Tensor]], object],
     ) -> list[torch.Tensor]:
-        """Return copies of gradients; ``merge(copy, sources)`` sets those of replicated experts."""
+        """Exchange replicas' gradients; return copies after ``merge(copy, sources)`` of theirs."""
         received = self._exchange(gradients)
         # The copies are contiguous, because ``view`` below requires it.
         merged = [g.clone(memory_format=torch.contiguous_format) for g in gradients]

@@ -54,7 +54,7 @@ def _take_slots(
 
         return route.take_slots(topk_idx, used, limit)
     experts = topk_idx.t().flatten()  # all first choices, then all second choices, ...
-    # cumsum is along the inner dimension: along the outer one, a GPU uses one thread per expert.
+    # cumsum is along the inner dimension: along the outer, a GPU uses only 1 thread per expert.
     is_chosen = experts == torch.arange(used.shape[0], device=used.device)[:, None]
     position = (is_chosen.cumsum(1) + used[:, None]).gather(0, experts[None])[0]
     kept = (position <= limit).view(topk_idx.t().shape).t()
@@ -65,7 +65,7 @@ def _take_slots(
 def _take_slots_by_weight(
     topk_idx: torch.Tensor, weights: torch.Tensor, num_experts: int, limit: int
 ) -> torch.Tensor:
-    """Return which slots a capacity keeps: ``limit`` per expert, by choice, then by token weight.
+    """Return which slots a capacity keeps: by choice, then by the largest weight of the token.
 
     The priority of a token is its largest weight. First choices of all tokens come before second
     choices; within a choice, tokens are in order of decreasing priority, then of index. Returns
@@ -152,7 +152,7 @@ def _first(values: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
-    """Return the order of received rows by expert, its inverse, expert ends and transposed counts.
+    """Return the order of received rows by expert, its inverse, expert row ends, ``(L, W)`` counts.
 
     Rows arrive sorted by source rank, then expert: ``counts`` rows of each, int64 ``(W, L)``, in
     total ``num_rows``. Returns the order by expert, the inverse permutation, int64 ``(R,)`` each,

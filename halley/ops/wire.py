@@ -1,4 +1,4 @@
-"""Send tokens to the nodes of their experts, and return partial sums; both have gradients.
+"""Send tokens to other nodes that have their experts, and return partial sums; differentiable.
 
 ``Wire`` does this for the rows that a ``Crossing`` lists (``ops/crossing.py``):
 
@@ -72,7 +72,7 @@ class Wire:
         self._buffers: dict[Exchange, torch.Tensor] = {}
 
     def send_rows(self, x_TD: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, ...]:
-        """Start to send the tokens of all chunks; return for each the input of ``receive_rows``."""
+        """Start to send the tokens of all chunks; return each chunk's input of ``receive_rows``."""
         return _SendRows.apply(  # pyright: ignore[reportReturnType]
             x_TD, routing.topk_weights_TK, routing.topk_idx_TK, self
         )
@@ -135,7 +135,7 @@ class Wire:
         exchanges[chunk].launch(rows_RX[: self.recv_sizes[chunk]], backward=backward)
 
     def finish_to_tokens(self, exchanges: list[Exchange], *, backward: bool) -> torch.Tensor:
-        """Wait for all chunks; return received rows, then one row, zero if a ``row_TN`` exists."""
+        """Wait for all chunks; return received rows, then one row (zeros if ``row_TN`` is set)."""
         for exchange in exchanges:
             exchange.finish(backward=backward)
         return self._buffers.pop(exchanges[0])
@@ -164,7 +164,7 @@ def _dequantize(codes: torch.Tensor, scale: torch.Tensor, *, dtype: torch.dtype)
 
 
 def _pad_rows(num_rows: int) -> int:
-    """Return a number of rows rounded up to one of at most 16 values between powers of two."""
+    """Return ``num_rows`` rounded up, to one of at most 16 sizes per factor of two."""
     step = 1 << max(3, num_rows.bit_length() - _PADDED_BITS)
     return -(-num_rows // step) * step
 

@@ -137,7 +137,7 @@ def _pack(
 
 
 def _improve(ranks: list[set[int]], counts_E: Sequence[float]) -> bool:
-    """Swap or replace a replica of the most loaded rank, in place; return False if none helps."""
+    """Swap or replace an expert of the most loaded rank in ``ranks``; return False if no gain."""
     num_E = [sum(e in held for held in ranks) for e in range(len(counts_E))]
     shares_E = [count / num for count, num in zip(counts_E, num_E, strict=True)]
     loads = [math.fsum(shares_E[e] for e in held) for held in ranks]

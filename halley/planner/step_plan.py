@@ -63,7 +63,7 @@ def plan_strategies(
     on_progress: Progress | None = None,
     **options: Any,
 ) -> StepPlan:
-    """Return the plan with the fastest predicted step; the process must not be in a process group.
+    """Return the fastest plan found, by predicted time; the process must have no process group.
 
     Args:
         problems: the result of ``find_problems``.
@@ -94,7 +94,7 @@ def plan_strategies(
 def find_problems(
     config: RunConfig, *, hardware: Hardware, fused_problem: str = ""
 ) -> dict[str, str]:
-    """Return why "functional" or "fused" cannot run, by name; ``fused_problem`` is one reason."""
+    """Return why "functional" or "fused" cannot run, by name; ``fused_problem`` is for "fused"."""
     why = "expert_bias (true) must be false for it"
     found = {name: why for name in _IN_GRAPHS if config.model.moe.expert_bias}
     if fused_problem:
@@ -109,7 +109,7 @@ def find_problems(
 def trace_step(config: RunConfig, strategies: Sequence[str], **options: Any) -> "list[OrderReport]":
     """Return the reports of ``plan_graphs`` for a step whose MoE layers have these strategies."""
     if _HAS_TRITON:
-        # This import installs the interpreter, before torch's compiler imports Triton.
+        # This import installs Halley's interpreter, which must precede Dynamo's import of Triton.
         import halley.interpreter  # noqa: F401  # pyright: ignore[reportUnusedImport]
     from halley.planner.graph_plan import plan_graphs
 

@@ -103,7 +103,7 @@ class AllGatherStrategy(AbstractStrategy):
 
 
 def all_gather_tasks(shape: LayerShape, predictor: Predictor) -> list[Task]:
-    """Return simulator tasks of ``AllGatherStrategy``, whose traffic routing does not change."""
+    """Return simulator tasks of ``AllGatherStrategy``; its traffic does not depend on routing."""
     rows, hidden_bytes = shape.num_tokens * shape.top_k, shape.hidden_size * shape.itemsize
     crossings = shape.num_tokens * (shape.ep_size - 1)
     link_us = predictor.all_to_all_us(crossings * hidden_bytes)

@@ -68,7 +68,7 @@ _NUM_CHUNKS = (1, 2, 3, 4, 6, 8)  # candidates of choose_num_chunks
 
 @final
 class AllToAllStrategy(AbstractStrategy):
-    """Run the experts between two all-to-alls, in chunks of local experts that overlap them.
+    """Run experts between two all-to-alls; with several chunks, all-to-alls overlap computation.
 
     ``num_chunks`` is at most the number of local experts. With 0, the cost model ``predictor``, the
     same on all ranks, chooses it for the average number of tokens of a rank.
@@ -232,7 +232,7 @@ def _run_pipeline(
     group: dist.ProcessGroup | None,
     recorder: Recorder,
 ) -> torch.Tensor:
-    """Run experts and both all-to-alls in chunks that overlap; return each row's output, in order.
+    """Run experts and both all-to-alls in chunks that overlap; return outputs in order of the rows.
 
     Dropped rows come last, and their output is zero. All dispatches start before the first combine:
     NCCL runs the collectives of a group in order, so no dispatch waits for a combine.
@@ -367,7 +367,7 @@ def all_to_all_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int
 
 
 def choose_num_chunks(shape: LayerShape, predictor: Predictor) -> int:
-    """Return the number in ``_NUM_CHUNKS`` with the shortest predicted forward and backward."""
+    """Return the one of ``_NUM_CHUNKS`` whose forward plus backward is predicted to be shortest."""
     num_local = local_experts(shape.num_experts, ep_size=shape.ep_size)
     candidates = [n for n in _NUM_CHUNKS if n <= num_local]
     return min(

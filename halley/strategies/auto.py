@@ -27,7 +27,7 @@ _FUSED = "fused"  # the candidate that needs symmetric memory
 
 
 class _Kind(NamedTuple):
-    """The key of a kind of layer; it is equal on all ranks, so that all measure in one call."""
+    """The key of a kind of layer; equal on all ranks, so all ranks measure in the same call."""
 
     hidden_size: int
     intermediate_size: int
@@ -127,7 +127,7 @@ class AutoStrategy(AbstractStrategy):
         return self.candidates[decision.name].forward(x_TD, routing, experts)
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
-        """Return simulator tasks of the strategy chosen for training, or predicted fastest."""
+        """Return tasks of the strategy chosen for training; before a choice, predicted fastest."""
         if name := self.decision(shape, gradients=True).name:
             return self.candidates[name].tasks(shape, predictor)
         return min((s.tasks(shape, predictor) for s in self.candidates.values()), key=makespan_us)

@@ -23,7 +23,7 @@ PartRunner = Callable[[torch.Tensor, Routing], torch.Tensor]
 
 
 def share_of_tokens(shape: LayerShape, *, num_experts: int) -> float:
-    """Return the fraction of tokens with any of ``num_experts`` experts, if routing is balanced."""
+    """Return the fraction of tokens with at least one of ``num_experts`` experts, if balanced."""
     elsewhere = comb(shape.num_experts - num_experts, shape.top_k)
     return 1.0 - elsewhere / comb(shape.num_experts, shape.top_k)
 
@@ -112,7 +112,7 @@ def under_autocast(experts: Experts) -> Experts:
 
 @final
 class Lockstep:
-    """Check that the ranks of a group run the same layers in the same order.
+    """Check that all ranks of a group run equal kinds of layers, and over gloo in the same order.
 
     Collectives that do not match abort the process, hang, or return wrong numbers. Each new kind of
     layer is therefore compared across ranks before its first collective. Over gloo, where a
@@ -218,7 +218,7 @@ def gemms_us(
 def experts_us(
     shape: LayerShape, predictor: Predictor, *, num_rows: float, num_groups: int
 ) -> float:
-    """Return the predicted duration of unfused experts; arguments as for ``gemms_us``."""
+    """Return the predicted forward time of unfused experts; arguments as for ``gemms_us``."""
     up_us, down_us = gemms_us(shape, predictor, num_rows=num_rows, num_groups=num_groups)
     columns = 2 * shape.up_size + 3 * shape.intermediate_size + 4 * shape.hidden_size
     moved = num_rows * shape.itemsize * columns

@@ -117,7 +117,7 @@ class FusedStrategy(AbstractStrategy):
         return torch.ops.halley.fused_experts.default(*call, self.workspaces.handle)[0]
 
     def prepare(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> Workspace:
-        """Check inputs; return a layer's buffers, allocated before its first call. Collective."""
+        """Check inputs; return a layer's buffers, allocated now if not made before. Collective."""
         self._check_all(x_TD, routing, experts)
         return self.workspaces.find(x_TD, routing.topk_idx_TK, experts.up_LGD)
 

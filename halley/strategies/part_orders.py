@@ -1,4 +1,4 @@
-"""Orders in which an MoE layer across nodes exchanges rows and computes, and simulator tasks.
+"""Pipelines: orders of a layer's computation and exchanges across nodes; their simulator tasks.
 
 The strategy ``hierarchical`` divides the tokens into parts. Each part is one call of its inner
 strategy, which works inside one node.
@@ -14,7 +14,7 @@ from halley.strategies.base import AbstractStrategy, comm_task, compute_task, sh
 
 @dataclass(frozen=True)
 class Part:
-    """Tokens that one call of the strategy inside a node computes."""
+    """The tokens that the strategy over one node's ranks computes in one call."""
 
     own: float = 0.0  # fraction of this rank's tokens that are in the part
     chunk: int | None = (

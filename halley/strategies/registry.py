@@ -210,7 +210,7 @@ def build_pipelines(
 def _build_hierarchical(
     name: str, group: dist.ProcessGroup | None, options: dict[str, Any]
 ) -> AbstractStrategy:
-    """Return "auto" with all ``PIPELINES`` as candidates; on a CPU or one node, only ``SPLIT``."""
+    """Return "auto" over all ``PIPELINES``; on a CPU or one node, ``SPLIT`` without "auto"."""
     device, recorder = options["device"], options["recorder"]
     pipelines = build_pipelines(name, group, **options)
     # A CPU runs one pipeline, as its times say nothing about a GPU. With one node, no rows cross.
@@ -220,7 +220,7 @@ def _build_hierarchical(
 
 
 def _build_auto(group: dist.ProcessGroup | None, options: dict[str, Any]) -> AutoStrategy:
-    """Return "auto" of "sequential", "chunked" and, where they can help, "fused", "all_gather"."""
+    """Return "auto" over "sequential", "chunked" and, where they help, "fused", "all_gather"."""
     device, shares_workspaces = options["device"], options["workspaces"] is not None
     names, left_out = ["sequential", "chunked"], dict[str, str]()
     if device.type == "cpu" and not shares_workspaces:
@@ -256,7 +256,7 @@ def build_strategies(
     built: dict[str, AbstractStrategy] = {}
     for name in dict.fromkeys(names):
         built[name] = build_strategy(name, group, device=device, **options)
-        # Layers that share workspaces also run their passes in one order, the same on all ranks.
+        # Shared workspaces also put the passes of their layers in one order, the same on all ranks.
         if _parse(name).kind in _FUSED:
             options["workspaces"] = cast(Any, built[name]).workspaces
     return [built[name] for name in names]

@@ -112,7 +112,7 @@ class TraceableStrategy(AbstractStrategy):
         send_splits: list[int] | None = None,
         recv_splits: list[int] | None = None,
     ) -> torch.Tensor:
-        """All-to-all rows; return those received. No splits: equal numbers and no gradient."""
+        """Return rows received in an all-to-all; without splits, equal numbers and no gradient."""
         if self.group is None:
             return rows_NX
         exchange = fc.all_to_all_single if send_splits is None else fc.all_to_all_single_autograd

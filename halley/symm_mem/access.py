@@ -81,7 +81,7 @@ def find_problem(locations_W: list[MemoryLocation]) -> str:
 
 
 def link_kind(device: torch.device | str) -> str:
-    """Return the link from a GPU to all other visible ones: "NVLink" or "PCIe"; "" if it has none.
+    """Return the link from a GPU to all other visible GPUs, "NVLink" or "PCIe"; "" without others.
 
     Only NVLink has native peer atomics. If the links differ, the result is "PCIe"; on a CPU, "".
     """

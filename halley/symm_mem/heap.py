@@ -97,7 +97,7 @@ class AbstractSymmHeap(abc.ABC):
             for address in addresses_W:
                 register(address, local.nbytes)
                 registered.callback(unregister, address, local.nbytes)
-        # Also called if the heap is deleted without ``close``: other memory may be mapped there.
+        # Unregister even if the heap is deleted without ``close``: its addresses may be reused.
         unregister_all = weakref.finalize(self, registered.close)
         unregister_all.atexit = False
         self._held[tensor] = owner, unregister_all
@@ -132,7 +132,7 @@ class AbstractSymmHeap(abc.ABC):
 
     @abc.abstractmethod
     def _allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int], object]:
-        """Return zeroed local memory (uint8), the addresses of all ranks' copies, and their owner.
+        """Return zeroed local memory (uint8), all copies' addresses, and the addresses' owner.
 
         The addresses are valid as long as the owner lives. A failure on a rank is raised on all.
         """
@@ -142,7 +142,7 @@ class AbstractSymmHeap(abc.ABC):
         """Return a list, by rank, of the values that the ranks pass. Collective."""
 
     def on_all_ranks(self, num_bytes: int, act: Callable[[], T]) -> T:
-        """Run ``act``, an allocation of ``num_bytes``, on each rank; return its result. Collective.
+        """Run ``act``, which allocates ``num_bytes``; return this rank's result. Collective.
 
         If it fails on any rank, all ranks raise ``MemoryError``, as they would wait forever for
         that rank. Different ``num_bytes`` are a ``RuntimeError``.
@@ -175,7 +175,7 @@ class SharedHeap(AbstractSymmHeap):
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Create the heap of a gloo group, or of a single process (None). Collective.
+        """Create the heap of a gloo group, or of a single process (``group`` None). Collective.
 
         Ranks that share no memory are a ``RuntimeError``.
         """
@@ -234,7 +234,7 @@ class CudaHeap(AbstractSymmHeap):
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
-        """Create the heap of ranks with a GPU each, or of a single process (None). Collective.
+        """Create the heap of ranks with a GPU each, or of one process (``group`` None). Collective.
 
         GPUs that cannot address each other's memory are a ``RuntimeError``.
         """

@@ -55,7 +55,7 @@ def check_memory(
     tp_size: int = 1,
     backward: bool = True,
 ) -> None:
-    """Raise ``ValueError`` if a layer's weights, tokens, outputs, copies exceed ``memory_bytes``.
+    """Raise ``ValueError`` if weights, tokens, outputs and token copies exceed ``memory_bytes``.
 
     A rank has ``memory_bytes``. With ``backward``, gradients of the same size are added. Other
     buffers are not counted. Wrong sizes of a layer are a ``ValueError`` as well.
@@ -170,7 +170,7 @@ def bound_gemms(tensors: LayerTensors) -> dict[str, Callable[[], None]]:
 
 
 def _triton_gemms(counts_L: torch.Tensor, tensors: LayerTensors) -> Callable[[], None]:
-    """Return a function that runs both forward GEMMs by Halley's kernel; rows fill whole tiles."""
+    """Return a function that runs both forward GEMMs by Halley's kernel, rows padded to tiles."""
     # Imported here so that commands without kernels also run where Triton is missing.
     from halley.ops.kernels.grouped_gemm import grouped_gemm
     from halley.ops.kernels.tiles import GemmTile
@@ -214,7 +214,7 @@ def measure_link(groups: ParallelGroups, *, device: torch.device) -> float:
 
 
 def wire_us(tensors: LayerTensors, *, link_bytes_per_s: float) -> float:
-    """Return the microseconds of dispatch on the link of the most loaded rank; a collective.
+    """Return the least us of dispatch that the most loaded rank's link allows; a collective.
 
     Combine needs the same time: it returns one row per (token, destination rank). A token is sent
     once to each destination rank, even if several of its experts are there. It is sent to every
@@ -226,7 +226,7 @@ def wire_us(tensors: LayerTensors, *, link_bytes_per_s: float) -> float:
         return 0.0
     set_TK = tensors.routed().topk_idx_TK // tensors.experts.num_local_experts
     num_sets = groups.ep_size // groups.tp_size
-    # One column of the mask for each set of ranks that hold shards of the same experts.
+    # One mask column per tensor-parallel group, whose ranks hold slices of the same experts.
     is_sent = torch.zeros(set_TK.shape[0], num_sets, device=set_TK.device)
     is_sent.scatter_(1, set_TK, 1.0)
     rows_W = is_sent.sum(0).repeat_interleave(groups.tp_size)

@@ -158,7 +158,7 @@ def draw_sweeps(found: "Sequence[TunedConfig]", path: Path) -> None:
 
 
 def gains(tuned: "TunedConfig") -> list[tuple[str, float]]:
-    """Return (setting, % change of the layer's time) pairs, against the best of earlier groups."""
+    """Return pairs (setting, % more time than with the best settings of earlier groups)."""
     return [
         (setting, 100.0 * (duration_us / sweep[""] - 1.0))
         for sweep in tuned.sweeps.values()
@@ -198,7 +198,7 @@ def _strip_axes(axes: "Axes") -> None:
 
 
 def _lay_out(title: str, spans: Sequence[Span]) -> list[_Lane]:
-    """Return the lanes of a timeline from top to bottom; the earliest bar is shifted to time 0."""
+    """Return a timeline's lanes, top to bottom; all bars are shifted, so the earliest is at 0."""
     if not spans:
         raise ValueError(f"timelines[{title!r}] (0 spans) must hold at least one")
     zero_us = min(span.start_us for span in spans)
@@ -282,7 +282,7 @@ def _draw_lanes(axes: "Axes", lanes: list[_Lane]) -> None:
 
 
 def _tell_times(axes: "Axes", spans: Sequence[Span]) -> None:
-    """Mark the end of a timeline; write above it the length and most exposed communication."""
+    """Mark the end of a timeline; write its length and most exposed communication of any rank."""
     length = (max(span.end_us for span in spans) - min(span.start_us for span in spans)) / 1e3
     ranks = {span.rank for span in spans}
     by_rank = [[span for span in spans if span.rank == rank] for rank in ranks]

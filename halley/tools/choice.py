@@ -59,7 +59,7 @@ def choose_strategy(
     device: torch.device,
     on_progress: Progress = no_progress,
 ) -> LayerChoice:
-    """Run "auto" on a layer without gradients; return its choice, and memory of fused; collective.
+    """Run "auto" on a layer, forward only; return its choice and the memory of fused; a collective.
 
     On a CPU, ``fused`` is no candidate: the interpreter would run its kernels for minutes.
     ``on_progress`` is called before the weights are drawn, and before each run of a candidate.
@@ -110,7 +110,7 @@ def choose_strategy(
 
 
 def measure_buffers(workspace: "Workspace") -> dict[str, float]:
-    """Return the MiB of this rank's buffers of the fused kernels; layers of a shape share buffers.
+    """Return the MiB of each buffer of fused kernels on this rank; layers of a shape share them.
 
     The first four are symmetric memory, and "symm_mib" is their sum. Each pass has its own plan.
     """
@@ -215,7 +215,7 @@ def layer_memory(
 
 
 def _announce_runs(candidates: dict[str, AbstractStrategy], report: Progress, total: int) -> None:
-    """Make ``forward`` of each candidate first report its name and the number of runs so far."""
+    """Make each ``forward`` first report its candidate, and the number of earlier runs of all."""
     num_runs = count()
 
     def announced(name: str, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -207,7 +207,7 @@ def _links() -> list[Link]:
 
 
 def _smi_indices() -> dict[int, int]:
-    """Return nvidia-smi's GPU indices by torch's, which CUDA_VISIBLE_DEVICES may reorder."""
+    """Return nvidia-smi's index of a GPU by torch's, which CUDA_VISIBLE_DEVICES may change."""
     answer = _ask_smi("--query-gpu=index,uuid", "--format=csv,noheader")
     pairs = re.findall(r"^(\d+), (?:GPU-)?(\S+)$", answer, re.MULTILINE)
     index_of = {uuid: int(index) for index, uuid in pairs}
@@ -228,7 +228,7 @@ def _ask_smi(*arguments: str) -> str:
 
 
 def _try_grouped_gemm(device: str) -> str | None:
-    """Run a small grouped GEMM of torch; return its error in one line, "wrong values", or None."""
+    """Run a small grouped GEMM of torch; return its error line, "wrong values", or None if OK."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     try:
         rows = torch.ones(16, 16, device=device, dtype=dtype)

@@ -136,7 +136,7 @@ def _check_values(
     *,
     on_progress: Callable[[int, int], None],
 ) -> dict[str, tuple[float, bool]]:
-    """Return each candidate's largest error, and whether its bits equal the first's; a collective.
+    """Return each candidate's largest error, and if bits match the first with its GEMM; collective.
 
     Errors are relative. The first is the first candidate with the same GEMM implementation. Forward
     without gradients must also give the bits of forward with gradients.
@@ -272,7 +272,7 @@ def _row(
 
 
 def _link_name(device: torch.device) -> str | None:
-    """Return NCCL's setting: "sockets", "channels" (one channel), else "nvlink"; None on a CPU."""
+    """Return the link that NCCL_* set: "sockets", "channels" (one), "nvlink"; None on a CPU."""
     if device.type != "cuda":
         return None
     if os.environ.get("NCCL_NET") == "Socket" and "NCCL_HOSTID" in os.environ:

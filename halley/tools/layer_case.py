@@ -165,7 +165,7 @@ def _draw_experts(
         placement=placement,
         recorder=recorder,
     )
-    # With a placement, each expert has its own seed on all ranks, so that its replicas are equal.
+    # With a placement, an expert has the same seed on all ranks, so that its replicas are equal.
     drawn = [(slice(None), generator)]
     if placement is not None:
         first_seed = 1_000_003 * case.seed + groups.ep_size
@@ -182,7 +182,7 @@ def _draw_experts(
 def outputs_of(
     strategy: AbstractStrategy, tensors: LayerTensors, *, backward: bool = True
 ) -> list[torch.Tensor]:
-    """Run a strategy; return the layer's output, and with backward the gradients of its leaves."""
+    """Run a strategy; return its output, and if ``backward`` gradients of ``tensors.leaves()``."""
     if not backward:
         with torch.no_grad():
             return [tensors.run(strategy)]
@@ -192,7 +192,7 @@ def outputs_of(
 
 
 def reference_outputs(tensors: LayerTensors) -> list[torch.Tensor]:
-    """Return the correct ``outputs_of`` with backward, by ``core/reference.py``; a collective.
+    """Return correct values of ``outputs_of`` with backward, by ``core/reference.py``; collective.
 
     Each rank runs its own experts (or shards of them) for the tokens of all ranks. An all-reduce
     sums the partial outputs.
@@ -202,7 +202,7 @@ def reference_outputs(tensors: LayerTensors) -> list[torch.Tensor]:
     idx_AK = _gather(tensors.routing.topk_idx_TK, groups)
     weights_AK = _gather(tensors.routing.topk_weights_TK.detach(), groups).requires_grad_()
     experts, grad_AD = tensors.experts, _gather(tensors.grad_TD.float(), groups)
-    # The ranks of a tensor-parallel group hold shards of the same set of experts.
+    # Ranks of a tensor-parallel group hold slices of the same experts, so they share a set index.
     own_set, num_sets = groups.ep_rank // groups.tp_size, groups.ep_size // groups.tp_size
     placement = tensors.placement or ExpertPlacement.plain(
         tensors.counts_WE.shape[1], num_ranks=num_sets

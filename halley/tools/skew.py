@@ -47,7 +47,7 @@ def zipf_load(num_experts: int, *, exponent: float, top_k: int) -> torch.Tensor:
     weight_E, cap = place_E.pow(-exponent), 1.0 / top_k
     capped_E = torch.zeros_like(weight_E, dtype=torch.bool)
     share_E = weight_E / weight_E.sum()
-    # Each cap raises the other shares, so that more of them may exceed the cap.
+    # A capped share raises the others, which may then exceed the cap. So repeat until none does.
     while bool((share_E > cap * (1 + 1e-12)).any()):
         capped_E |= share_E > cap
         rest = 1.0 - cap * int(capped_E.sum())
@@ -56,7 +56,7 @@ def zipf_load(num_experts: int, *, exponent: float, top_k: int) -> torch.Tensor:
 
 
 def one_hot_load(num_experts: int, *, top_k: int) -> torch.Tensor:
-    """Return shares of experts if every token chooses expert 0 and the rest is divided equally."""
+    """Return experts' row shares if every token chooses expert 0, and the others equally often."""
     if num_experts == 1:
         return torch.ones(1, dtype=torch.float64)
     rest = (1.0 - 1.0 / top_k) / (num_experts - 1)
@@ -66,7 +66,7 @@ def one_hot_load(num_experts: int, *, top_k: int) -> torch.Tensor:
 
 
 def parse_load(text: str, *, num_experts: int, top_k: int) -> torch.Tensor:
-    """Return shares of experts for "balanced", "std:0.032", "cv:0.256", "zipf:1.2" or "one-hot".
+    """Return experts' row shares for "balanced", "std:0.032", "cv:0.256", "zipf:1.2" or "one-hot".
 
     "cv" is the standard deviation over the mean share. For 8 experts "cv:0.256" equals "std:0.032",
     and it is equally uneven for any other number of experts. Other texts are a ``ValueError``.

@@ -116,7 +116,7 @@ def measure_waits(
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> float | None:
-    """Return how many us the slowest rank waits for communication, None if unknown; a collective.
+    """Return the us that a run waits for communication, maximum over ranks, or None; collective.
 
     The result is the median of three calls of ``run``. It is None if the layers do not record their
     waits. ``recorder`` is that of the layers; it is enabled only during this function.
@@ -137,7 +137,7 @@ def measure_waits(
 def max_over_ranks(
     values: Sequence[float], *, device: torch.device, group: dist.ProcessGroup | None
 ) -> list[float]:
-    """Return each value's maximum over a group's ranks, a collective; with None, the values."""
+    """Return each value's maximum over the ranks of a group, or ``values`` for None; collective."""
     largest = torch.tensor(values, dtype=torch.float64, device=device)
     if group is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -149,7 +149,7 @@ def no_progress(text: str, done: int, total: int) -> None:
 
 
 def start_together(device: torch.device, *, group: dist.ProcessGroup | None = None) -> None:
-    """Return at about the same time on all ranks of a group, with idle devices; a collective.
+    """Wait for idle devices; return at about the same time on all ranks of a group; a collective.
 
     Ranks leave a barrier up to 100 us apart (measured on 4 H200), and that difference would count
     in a sample. Therefore ranks of one machine agree on a start time of its monotonic clock. The
@@ -163,7 +163,7 @@ def start_together(device: torch.device, *, group: dist.ProcessGroup | None = No
 
 
 def agree_on_begin(device: torch.device, *, group: dist.ProcessGroup | None = None) -> int:
-    """Return a common future time of all ranks, in ns of the monotonic clock, or 0; a collective.
+    """Return a future time for all ranks in ns of their common monotonic clock, or 0; a collective.
 
     The result is 0 if the ranks are on several machines, which share no clock.
     """
@@ -176,7 +176,7 @@ def agree_on_begin(device: torch.device, *, group: dist.ProcessGroup | None = No
 
 @cache
 def _clock_id() -> int:
-    """Return a number that is equal in two processes if they share a monotonic clock."""
+    """Return a number that is equal in two processes only if they share a monotonic clock."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:  # the system is not Linux

@@ -168,7 +168,7 @@ def exposed_comm_us(spans: Iterable[Span]) -> float:
 
 
 def time_by_part(spans: Iterable[Span]) -> dict[str, float]:
-    """Return the microseconds by span name on one rank, without nested spans, longest first.
+    """Return the microseconds by name of a rank's spans, each without nested ones, longest first.
 
     An "exposed" span counts as nested in the computation that it interrupts. Spans of other streams
     do not reduce the time of computation.
@@ -192,7 +192,7 @@ def measure_graphs(
     num_steps: int,
     on_progress: Progress,
 ) -> "tuple[list[OrderReport], float, list[Span]]":
-    """Compile a run's model with passes; return predictions, step time and spans; a collective.
+    """Compile a model with passes and time steps; return predictions, step time, spans; collective.
 
     The graphs run in eager mode, on random tokens. Rank 0 measures the operators; all ranks measure
     the all-to-alls. ``options`` are those of the compiler backend, which have been checked.

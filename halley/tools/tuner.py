@@ -36,7 +36,7 @@ Space = dict[str, tuple[str, ...]]
 
 # Settings for two GEMM CTAs per SM, each with tiles of half the default width.
 _TWO_PER_SM = "{0}.block_n=128 {0}.num_warps=4 {0}.num_stages=3 {0}.per_sm=2"
-# Settings for two tiles per loop. A store then needs a buffer, which replaces a pipeline stage.
+# Two tiles per loop: a store overlaps the next tile, so its buffer replaces a pipeline stage.
 _TWO_PER_LOOP = "{0}.run=2 {0}.num_stages=3"
 # Values to try, by group of settings. A value is one setting, or several that need each other.
 SPACE: Space = {
@@ -120,7 +120,7 @@ def tune_layer(
 
 
 def fits(config: KernelConfig, tensors: LayerTensors) -> bool:
-    """Return whether tiles fit registers and shared memory of an SM, and divide column chunks."""
+    """Return whether CTAs fit an SM's registers and memory, and tiles divide column chunks."""
     itemsize = tensors.x_TD.itemsize
     step_bytes = config.combine_rows * config.chunk_columns * itemsize  # a step of a combining CTA
     for tile, combines in (
@@ -136,7 +136,7 @@ def fits(config: KernelConfig, tensors: LayerTensors) -> bool:
             return False
         if sum(num_bytes + _RESERVED_BYTES for num_bytes in ctas) > _SHARED_BYTES:
             return False
-        # Float32 accumulators may take three quarters of the registers; a quarter is for the rest.
+        # Float32 accumulators of all CTAs may take 3/4 of an SM's registers; other values need 1/4.
         if tile.per_sm * config.block_m * tile.block_n > _REGISTERS * 3 // 4:
             return False
     return config.chunk_columns % max(config.down.block_n, config.up_grad.block_n) == 0

@@ -42,7 +42,7 @@ _PROBE = bytes(1 << 20)
 
 
 def check_writable(folder: Path) -> None:
-    """Create a folder if missing, and a temporary file in it; ``ValueError`` if either fails."""
+    """Create a folder if missing, and check that it can be written to; else ``ValueError``."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -61,7 +61,7 @@ def save_checkpoint(
     keep: int,
     notes: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write a checkpoint, delete older ones beyond ``keep``, return the new folder. Collective.
+    """Write a checkpoint and return its folder; keep ``keep`` - 1 older ones. Collective.
 
     If a file or folder with the name of the checkpoint exists, such as a damaged checkpoint, it is
     renamed to ``<name>.replaced-1``.
@@ -126,7 +126,7 @@ def _publish(draft: Path, path: Path, *, keep: int) -> None:
 
 
 def find_newest_checkpoint(folder: Path) -> Path | None:
-    """Return the folder of the newest complete checkpoint, or None if none exists. Collective.
+    """Return the newest complete checkpoint's folder; None if no checkpoint is there. Collective.
 
     Every file is read and compared with its checksum; the ranks divide the files. For newer,
     damaged checkpoints, rank 0 gives one warning. If all are damaged, a ValueError names the
@@ -175,13 +175,13 @@ def load_checkpoint(path: Path, state: dict[str, object]) -> int:
 
 
 def find_free_name(folder: Path, stem: str) -> Path:
-    """Return the first path of ``<stem>-1``, ``<stem>-2``, ... in a folder that does not exist."""
+    """Return the path ``<stem>-N`` in ``folder``, with the least N from 1 that is not in use."""
     paths = (folder / f"{stem}-{number}" for number in itertools.count(1))
     return next(path for path in paths if not os.path.lexists(path))
 
 
 def _find_write_error(folder: Path) -> str:
-    """Write a file on each rank; return the first failed rank and its error, or "". Collective.
+    """Write a test file on each rank; return lowest failed rank and its error, or "". Collective.
 
     DCP replaces the operating system's error by one of its own, without the reason.
     """
@@ -240,7 +240,7 @@ def _step_of(path: Path) -> int:
 
 
 def _checksum_own_files(folder: Path, rank: int) -> dict[str, str]:
-    """Return the checksum of each file in a folder that DCP wrote on this rank, by file name."""
+    """Return the checksums, by name, of the files that DCP wrote into a folder on this rank."""
 
     def is_own(path: Path) -> bool:
         shard = _SHARD_NAME.fullmatch(path.name)

@@ -77,7 +77,7 @@ class ExpertShards(torch.Tensor):
     def __new__(
         cls, own_LX: torch.Tensor, expert_ids: Sequence[int], num_experts: int
     ) -> "ExpertShards":
-        """Wrap ``own_LX``, this rank's experts; loading a checkpoint writes into its memory."""
+        """Make the ``(E, ...)`` tensor; checkpoints save ``own_LX`` and load into its memory."""
         inner = own_LX.shape[1:]
         shards: Any = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls, torch.Size([num_experts, *inner]), dtype=own_LX.dtype, device=own_LX.device
@@ -131,14 +131,14 @@ _RECORDS = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    # Classes of the path of the folder; their module differs between Python versions.
+    # Classes of the checkpoint folder's path in the pickle; the module depends on Python's version.
     "pathlib": {"PosixPath", "WindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},
 }
 
 
 def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
-    """Return a checkpoint's DCP metadata; ``ValueError`` if an entry is no tensor in ``files``.
+    """Return DCP's metadata; ``ValueError`` if an entry is no tensor or lies in none of ``files``.
 
     The pickle ``.metadata`` may name only classes that DCP writes. It may not exceed 1 GiB.
     """

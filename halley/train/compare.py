@@ -49,7 +49,7 @@ def compare_strategies(
     ``config`` is ignored. ``on_progress`` is called with the steps done and the total.
     """
     if any(name.partition(":")[0] in _INTERPRETED for name in strategies):
-        # torch's optimizers import Triton, and this package must be imported before Triton.
+        # ``halley.interpreter`` must be imported before Triton, which torch's optimizers import.
         import halley.interpreter  # noqa: F401  # pyright: ignore[reportUnusedImport]
     runs = {
         name: build_run(dataclasses.replace(config, strategy=name), world) for name in strategies

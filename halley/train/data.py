@@ -124,15 +124,15 @@ class BatchLoader:
     def __init__(self, corpus: Corpus, config: TrainConfig, *, rank: int, num_ranks: int) -> None:
         self._corpus, self._config = corpus, config
         self._rank, self._num_ranks = rank, num_ranks
-        # Windows read before ``resume``, less those of as many steps with the present batch size.
+        # Windows read before ``resume``, minus those that its steps have at the present batch size.
         self._num_more = 0
 
     def resume(self, step: int, *, num_read: int) -> None:
-        """Continue at ``step``; all ranks read ``num_read`` windows before, at any batch size."""
+        """Continue at ``step``, after ``num_read`` windows that all ranks together have read."""
         self._num_more += num_read - self.num_read(step)
 
     def num_read(self, step: int) -> int:
-        """Return the number of windows that all ranks read before ``step``, repeats included."""
+        """Return how many windows all ranks together read before ``step``, repeats included."""
         num_batches = step * self._config.num_microbatches * self._num_ranks
         return self._num_more + num_batches * self._config.batch_size
 

@@ -124,7 +124,7 @@ def read_run_config(folder: Path) -> RunConfig:
 
 
 def check_family(config: ModelConfig) -> None:
-    """Raise ``ValueError``, with the differences, unless ``hf_family`` computes the model."""
+    """Raise ``ValueError``, with differences, unless ``hf_family`` has the model's equations."""
     if family := config.hf_family:
         if found := differences(config, family):
             raise ValueError(
@@ -140,7 +140,7 @@ def check_family(config: ModelConfig) -> None:
 
 
 def differences(config: ModelConfig, family: str) -> list[str]:
-    """Return "NAME is A, not B" for each setting that differs in a Hugging Face family."""
+    """Return "NAME is A, not B" for each setting A of the model that must be B in the family."""
     moe, router = config.moe, config.moe.router
     qwen2 = family == "qwen2_moe"
     num_dense = config.num_layers - config.num_moe_layers

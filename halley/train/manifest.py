@@ -58,7 +58,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return a checkpoint's manifest; ``ValueError`` if missing, damaged or of another step."""
+    """Return a manifest; ``ValueError`` if missing, damaged or not of the folder's step."""
     path = folder / MANIFEST_FILE
     if not os.path.lexists(path):
         raise ValueError(f"{MANIFEST_FILE} is missing")
@@ -96,7 +96,7 @@ def find_defect(
 
 
 def compute_checksum(path: Path) -> str:
-    """Return the XXH3-128 checksum of a file in hexadecimal.
+    """Return XXH3-128, in hexadecimal, of a file or, above 64 MiB, of its segments' digests.
 
     For a file of several segments of 64 MiB, it is the checksum of the segments' digests in order,
     which threads compute. XXH3 detects accidental damage at memory speed; it does not protect from

@@ -58,7 +58,7 @@ class GradientBuckets:
                 open_buckets[is_expert] = bucket
             bucket.offsets[name] = bucket.numel
             bucket.numel += parameters[name].numel()
-            # Its earliest parameter makes backward fill this bucket last, so it moves to the end.
+            # This parameter, the last so far in backward, fills the bucket: move it to the end.
             self._buckets = [each for each in self._buckets if each is not bucket] + [bucket]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.offsets}
         self._collected: set[str] = set()
@@ -70,7 +70,7 @@ class GradientBuckets:
 
     @contextmanager
     def collecting(self, *, last: bool) -> Generator[None]:
-        """Add the block's gradients to buckets; the ``last`` pass all-reduces. Collective then."""
+        """Add gradients of backward in the block to buckets; ``last`` all-reduces: a collective."""
         device = next(iter(self._parameters.values())).device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._pending = self._buckets[::-1] if last else []
@@ -202,7 +202,7 @@ class ModelOptimizer:
             )
 
     def backward(self, loss: torch.Tensor, *, last: bool = True) -> None:
-        """Run the backward pass of a microbatch and add its gradients to those of earlier ones.
+        """Run a microbatch's backward pass; add its gradients to those of the step's earlier ones.
 
         The caller divides ``loss`` by the number of microbatches. The ``last`` backward pass of a
         step starts the sums over ranks: it is then a collective.
@@ -217,7 +217,7 @@ class ModelOptimizer:
         for name, master in self.masters.items():
             master.grad = summed[name]
         # Over more than two ranks, a ring all-reduce adds in an order that depends on the position
-        # in the buffer. As sums of an expert's replicas may differ in last bits, copy the first's.
+        # in the buffer. Sums of replicas may differ in last bits: all take the first replica's sum.
         if self.groups.num_ranks > 2 * self.groups.ep_size:
             for module in dict.fromkeys(self.experts.values()):
                 if module.replicas is not None:
@@ -227,7 +227,7 @@ class ModelOptimizer:
 
     @torch.no_grad()
     def clip(self) -> torch.Tensor:
-        """Average, then clip gradients in place; return the averages' float32 norm. Collective."""
+        """Average, then clip gradients in place; return their norm before clipping. Collective."""
         gradients = self.gradients.wait_for_sums()  # does not wait: ``sync`` has waited
         dense = [gradient for name, gradient in gradients.items() if name not in self.experts]
         once = [self.experts[name].without_replicas(gradients[name]) for name in self.experts]

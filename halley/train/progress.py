@@ -77,7 +77,7 @@ class Reporter:
 
     @contextmanager
     def running(self, first_step: int) -> Iterator[None]:
-        """Show a progress bar during the block if the console is a terminal; then close files."""
+        """Show a progress bar in the block, if the console is a terminal. Close files after it."""
         if self._metrics is None:
             yield
             return
@@ -104,7 +104,7 @@ def say(console: Console, text: str) -> None:
 
 
 def describe(metrics: Metrics) -> str:
-    """Return loss, tokens per second, MFU if not None and exposed share of a step as a log line."""
+    """Return a step's log line: loss, tokens/s, MFU unless None, share of exposed communication."""
     parts = [f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_s']:,.0f} tokens/s"]
     if metrics["mfu"] is not None:  # the mfu is None on CPUs, whose peak rate is unknown
         parts.append(f"mfu {_share(metrics['mfu'], digits=1)}")

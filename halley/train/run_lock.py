@@ -57,7 +57,7 @@ def run_lock(folder: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]
         finally:
             ended.set()
             thread.join()
-            # The lock file is not deleted: a waiting process would then lock a deleted file.
+            # Do not delete the lock file: a process that has opened it would lock a deleted file.
             _write(descriptor, {})
     finally:
         os.close(descriptor)

@@ -36,7 +36,7 @@ _IN_GRAPHS = ("functional", "unfused", "fused", PLANNED)  # strategies that can 
 
 @final
 class ExpertCounter:
-    """Counts the slots that routers give to each expert of each MoE layer since ``write``."""
+    """Counts the slots that routers give each expert of each MoE layer between two ``write``s."""
 
     def __init__(self) -> None:
         self._total_ME: torch.Tensor | None = None
@@ -269,14 +269,14 @@ def _compile_model(
 
 
 def _find_profiles(config: RunConfig, device: torch.device) -> str:
-    """Return the path of the file of measured times for compiler passes, or "" to measure none."""
+    """Return the path of the times that compiler passes measure and use, or "" to measure none."""
     if config.profiles != "auto":
         return config.profiles
     return str(default_path()) if device.type == "cuda" else ""
 
 
 def _make_deterministic() -> None:
-    """Make torch use deterministic kernels, or raise errors, for the rest of the process.
+    """Make torch use deterministic kernels, or raise if there is none, until the process ends.
 
     Source: PyTorch's notes on reproducibility. cuBLAS needs the workspace setting.
     """
@@ -287,7 +287,7 @@ def _make_deterministic() -> None:
 
 
 def train_step(run: TrainingRun, step: int) -> StepResult:
-    """Train on all microbatches of step ``step``, from 0; update; return results. Collective."""
+    """Run step ``step`` (0 is the first): train on its microbatches, update once. Collective."""
     recorder, num_microbatches = run.recorder, run.config.train.num_microbatches
     losses = torch.zeros(2, device=run.world.device)
     counts: list[torch.Tensor] = []

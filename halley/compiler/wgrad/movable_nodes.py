@@ -154,7 +154,7 @@ class _Windows:
         return [window for window in self.units[at].windows if window >= first]
 
     def place(self, at: int, window: int) -> float | None:
-        """Place a unit, and the unplaced units that it needs, into a window if their memory fits.
+        """Place a unit and the unplaced units it needs into a window, if within the byte limit.
 
         Returns:
             The sum of their microseconds, or None if their memory does not fit.
@@ -215,7 +215,7 @@ def assign(
 
 
 def _place_remaining_gemms(state: _Windows, left_us: list[float]) -> None:
-    """Place GEMMs that no window has taken, if memory allows (condition 10); update ``left_us``."""
+    """Assign windows to GEMMs without one, if memory allows (condition 10); update ``left_us``."""
     units = state.units
     remaining = [at for at, unit in enumerate(units) if unit.is_gemm and at not in state.window_of]
     for at in sorted(remaining, key=lambda at: -units[at].duration_us):

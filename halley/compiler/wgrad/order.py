@@ -70,7 +70,7 @@ def build_order(
     for index in analysis.find(NodeKind.INPUT):
         emitter.emit(index)
     for index, kind in enumerate(analysis.kinds):
-        # A wait is emitted as an ancestor of its first reader.
+        # Skip waits here: each is emitted with its first reader, as one of its ancestors.
         if held >> index & 1 or kind in (NodeKind.WAIT, NodeKind.OUTPUT):
             continue
         emitter.emit(index)
@@ -140,7 +140,7 @@ def _gaps_us(
     order: Sequence[int],
     all_to_alls: Sequence[int],
 ) -> list[float]:
-    """Return the idle microseconds between successive all-to-alls, if reductions took no time."""
+    """Return the us from each all-to-all's end to the next start, if reductions took no time."""
     reductions = set(analysis.find_collectives("reduce"))
     without = [
         replace(each, duration_us=0.0, host_us=0.0, is_read=False) if index in reductions else each

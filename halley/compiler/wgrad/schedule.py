@@ -228,7 +228,7 @@ def plan_wgrad(
 def _exposed_us(
     timed: Sequence[Operation], units: Sequence[Unit], all_to_alls: Sequence[int]
 ) -> list[float]:
-    """Return the microseconds of each all-to-all in which no node outside of the units computes."""
+    """Return for each all-to-all its microseconds without any computation but that of ``units``."""
     moved = {index for unit in units for index in unit.nodes}
     stays = [
         replace(each, duration_us=0.0) if index in moved else each

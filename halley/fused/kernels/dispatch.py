@@ -43,7 +43,7 @@ from halley.ops.kernels.tiles import (
 )
 
 
-# Sources of ``fetch_kernel``: send buffers; the same, and it saves the copies; saved copies.
+# Where ``fetch_kernel`` reads rows: send buffers; send buffers, saving copies; saved copies.
 FROM_PEERS = tl.constexpr(0)
 FROM_PEERS_AND_SAVE = tl.constexpr(1)
 FROM_SAVED = tl.constexpr(2)
@@ -108,7 +108,7 @@ def _zero_task(
     local, x_RD, plan, LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr,
     ZERO_MULTIPLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Zero padding after an expert's rows to a multiple of ``ZERO_MULTIPLE``; count it as arrived.
+    """Pad an expert's rows with zero rows to a multiple of ``ZERO_MULTIPLE``, counted as arrived.
 
     The weight-gradient GEMM sums over whole steps of ``block_k`` rows. A row that is zero in
     ``x_RD`` is zero in all results of its tile, forward and backward, so it adds nothing.
@@ -131,7 +131,7 @@ def _zero_task(
 
 @triton.jit
 def _alternate(task, num_own, num_tasks):
-    """Return the fetch task of ticket ``task``: tasks for own tokens and for others' alternate.
+    """Return the fetch task of ticket ``task``: own tokens and other ranks' tokens alternate.
 
     So the link is busy from the start, and experts that begin with own rows are complete early.
     Example: own tasks 0 and 1, others 2, 3 and 4: tickets 0 to 4 get tasks 0, 2, 1, 3 and 4.
@@ -162,7 +162,7 @@ def fetch_kernel(
     LAYOUT: tl.constexpr, MODE: tl.constexpr, HIDDEN_SIZE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Fetch rows from all ranks, or ``copies_PD``, to ``x_RD``; count the arrived rows by tile.
+    """Fetch rows from all ranks, or from ``copies_PD``, to ``x_RD``; count arrived rows by tile.
 
     CTAs take zero tasks, then fetch tasks, by tickets of one counter::
 
@@ -185,7 +185,7 @@ def fetch_kernel(
     num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES) * usable
     num_fetch = tl.load(plan + LAYOUT.summary + NUM_COPIES) // ROWS * usable
     num_own = tl.load(plan + LAYOUT.summary + NUM_OWN_COPIES) // ROWS * usable
-    # Tasks that zero padding rows come first: the last tile of each expert waits for its own.
+    # Tasks that zero padding come first: an expert's last tile waits for its padding rows.
     num_zero = (LAYOUT.num_local if ZERO_MULTIPLE > 0 else 0) * usable
     num_tasks = num_fetch + num_zero
     first_token = (tl.load(plan + LAYOUT.summary + PASS) % 2).to(tl.int64) * send_tokens
@@ -208,7 +208,7 @@ def fetch_kernel(
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchMode:
-    """Constexpr that selects a variant of ``fetch_kernel`` and ``arrived_gemm_kernel``."""
+    """Options that ``fetch_kernel`` and ``arrived_gemm_kernel`` are compiled for, one constexpr."""
 
     gated: bool  # whether the activation has two projections, gate and up (SwiGLU)
     backward: bool = False  # whether the rows are gradients of the output instead of tokens

@@ -20,7 +20,7 @@ from halley.fused.kernels.peer import SUMS, failure_code, peer_ptr, poll, signal
 
 @triton.jit
 def _load_rows(first, plan, LAYOUT: tl.constexpr, ROWS: tl.constexpr):
-    """Return origin (source rank * T + token) and rows of combine-list entries; -1 where unused."""
+    """Return origin (rank * max_tokens + token) and row indices of combine-list entries, or -1."""
     copy = first + tl.arange(0, ROWS)
     k = tl.arange(0, LAYOUT.padded_k)
     origin = tl.load(plan + LAYOUT.combine_origin + copy)
@@ -34,7 +34,7 @@ def _add_rows(
     acc, line, origin, z_RD, plan, column, inside,
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Return ``acc`` plus one output row of each token copy, times its weight if ``WEIGHTED``."""
+    """Return ``acc`` plus one output row of each token copy; if ``WEIGHTED``, weight times row."""
     row = tl.load(plan + LAYOUT.combine_rows + line)
     real = (row >= 0) & (origin >= 0)
     at = (row.to(tl.int64) * HIDDEN_SIZE)[:, None] + column[None, :]
@@ -126,7 +126,7 @@ def send_weight_gradients(
     task, dweight_RJ, plan, dweight_ptrs_W, combine_tokens, rank,
     LAYOUT: tl.constexpr, NUM_SUMMANDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sum the columns of ``dweight_RJ`` for a task's rows; send the results to source ranks.
+    """Sum each row of ``dweight_RJ`` of a task to a routing-weight gradient; send to source ranks.
 
     A token's gradients are stored in the order in which it chose the experts of this rank.
     """

@@ -1,6 +1,6 @@
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Tasks of ``plan_kernel`` that exchange the routing of all ranks and count its rows.
+"""Tasks of ``plan_kernel`` that exchange all ranks' routing and turn its counts into offsets.
 
 ``publish_task`` stores a block of this rank's routing in this rank's record on every rank.
 ``count_task`` waits for the records of all ranks and turns the counts of their blocks into offsets:
@@ -156,7 +156,7 @@ def publish_task(
     task, idx_TK, weights_TK, num_tokens, excess_tokens, epoch, rank, routing, routing_ptrs_W,
     LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Store the routing of a block of own tokens on all ranks; task 0 also header and call."""
+    """Store a block's routing on all ranks; task 0 also stores the header and marks a new call."""
     if task == 0:
         for peer in range(LAYOUT.num_ranks):
             record = record_of(peer_ptr(routing_ptrs_W, peer, routing), rank, epoch, LAYOUT)

@@ -1,7 +1,7 @@
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false
-"""A grouped GEMM of stacked experts by the tiles of the fused layer, for the measured lower bound.
+"""A grouped GEMM of experts by the fused layer's tiles, to measure a lower bound of its time.
 
 M and N are the rows and the columns of a weight.
 """

@@ -241,7 +241,7 @@ def side_by_side(fused: bool) -> Generator[None, None, None]:
 
 @final
 class Launcher:
-    """Launches one kernel; bypasses Triton if constants, dtypes and options were launched before.
+    """Launches one kernel; bypasses Triton after a launch with equal constants, dtypes and options.
 
     Triton inspects every argument of every call to select a binary, which takes longer than a small
     kernel runs. Here only constants and dtypes select it. Therefore kernels declare their ints as

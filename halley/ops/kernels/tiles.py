@@ -72,7 +72,7 @@ def multiply_tile(
     a_desc, b_desc, row, expert, column, DEPTH: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the float32 tile at (row, column) of ``a @ b[expert].T``, no T if TRANSPOSED."""
+    """Return the float32 tile at (row, column) of ``a @ b[expert].T``, without .T if TRANSPOSED."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, DEPTH, BLOCK_K):
         acc = multiply_step(
@@ -364,7 +364,7 @@ def weight_gemm(
     is_wide = out_LMN.dtype == torch.float32
     is_plain = not (is_wide or accumulate)
     tile = _choose_run(tile, rows_per_expert=len(rows_RN) // num_experts, is_plain=is_plain)
-    # A whole tile, in float32 or of a run, would need shared memory that the main loop's loads use.
+    # To store a float32 tile, or a run's, as a whole would take shared memory that the loads use.
     in_halves = (is_wide or tile.run > 1) and tile.block_n > 1
     _launch(
         num_programs * tile.per_sm,
@@ -381,7 +381,7 @@ def weight_gemm(
 
 
 def _choose_run(tile: GemmTile, *, rows_per_expert: int, is_plain: bool) -> GemmTile:
-    """Return ``tile``; if its ``run`` is 0, with a run and columns that fit the number of rows.
+    """Return ``tile``; if its ``run`` is 0, with a run and columns that fit the rows per expert.
 
     With fewer rows, a tile has fewer steps, and a run needs more tiles. Runs use two CTAs on each
     SM with half the columns: one CTA stores while the other multiplies. A GEMM that adds to its
