@@ -362,7 +362,7 @@ define(
     _fake_forward,
     setup_context=_setup_context,
     backward=_backward_of_op,
-    reads_host=True,
+    host_reads=True,
 )
 define(
     "fused_experts_backward(Tensor dy, Tensor saved, Tensor plan, Tensor pre, Tensor up, "
@@ -371,13 +371,13 @@ define(
     "-> (Tensor dx, Tensor dweights, Tensor dpre, Tensor weighted, Tensor dy_rows, Tensor rows)",
     _backward_op,
     _fake_backward,
-    reads_host=True,
+    host_reads=True,
 )
 define(
     "weight_gemm(Tensor grad, Tensor rows, Tensor plan, Tensor plan_id, int num_experts, "
     "int workspaces_handle) -> Tensor",
     _weight_gemm_op,
     lambda grad, rows, *args: rows.new_empty(args[2], grad.shape[1], rows.shape[1]),
-    reads_host=True,
+    host_reads=True,
 )
 define("end_pass(Tensor after) -> Tensor", _new_token, _new_token)

@@ -29,17 +29,17 @@ def define(
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     decomposable: bool = False,
-    reads_host: bool = False,
+    host_reads: bool = False,
 ) -> Callable[..., Any]:
     """Define operator ``halley::<schema>``; return a function that calls it with little overhead.
 
     ``schema``, ``fake``, ``setup_context`` and ``backward`` are as in ``torch.library``. Without
     ``backward``, a backward through the operator is an error. ``decomposable`` means that ``run``,
-    the implementation, consists of ATen operators on a GPU and can be traced. ``reads_host`` means
-    that the host may read a tensor, so that no CUDA graph can capture the operator.
+    the implementation, consists of ATen operators on a GPU and can be traced. ``host_reads`` means
+    that the host may read a GPU tensor in ``run``, so no CUDA graph can capture the operator.
     """
     name = schema.partition("(")[0]
-    tags = (*_TAGS, torch.Tag.cudagraph_unsafe) if reads_host else _TAGS
+    tags = (*_TAGS, torch.Tag.cudagraph_unsafe) if host_reads else _TAGS
     _library.define(schema, tags=tags)
     _library.impl(name, _opaque(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"halley::{name}", fake, lib=_library)

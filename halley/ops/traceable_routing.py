@@ -218,7 +218,7 @@ read_counts = define(
     _read_counts,
     fake=lambda *counts: tuple(each.new_empty(each.shape[0], device="cpu") for each in counts),
     decomposable=True,
-    reads_host=True,
+    host_reads=True,
 )
 gather_rows = define(
     "gather_rows(Tensor x, Tensor slots, SymInt num_rows, int top_k) -> Tensor",
