@@ -41,7 +41,7 @@ class TraceableStrategy(AbstractStrategy):
     ``halley.compile`` does.
 
     With ``fixed_sizes``, a rank sends as many rows for each expert as its capacity, so the host
-    reads no counts. Then routers must have a capacity, and all ranks equally many tokens.
+    reads no counts. Then routers must have a capacity, and it must be the same on all ranks.
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class TraceableStrategy(AbstractStrategy):
         check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
         if experts.up_bias_LG is not None or experts.down_bias_LD is not None:
             raise ValueError("expert_bias (true) must be false for the functional strategy")
-        self._lockstep.begin(x_TD, experts)
+        capacity = {"capacity": routing.capacity if x_TD.shape[0] else 0}  # the size of messages
+        self._lockstep.begin(x_TD, experts, **(capacity if self._fixed_sizes else {}))
         if self._fixed_sizes:
             return self._lockstep.end(self._run_fixed(x_TD, routing, experts))
         idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
@@ -83,8 +84,10 @@ class TraceableStrategy(AbstractStrategy):
         """Run the layer with C rows for each expert, its capacity; rows without a slot are zero."""
         if routing.capacity is None:
             raise ValueError("capacity_factor (0) of the router must be above 0 with fixed_sizes")
-        num_local, capacity = experts.num_local_experts, routing.capacity
-        idx_TK = routing.topk_idx_TK
+        if not x_TD.shape[0]:
+            raise ValueError("tokens (0) must be at least 1 with fixed_sizes")
+        idx_TK, capacity = routing.topk_idx_TK, routing.capacity
+        num_local = experts.num_local_experts
         places = capacity_rows(idx_TK, num_experts=num_local * self.ep_size, capacity=capacity)
         x_ND = x_TD.repeat_interleave(idx_TK.shape[1], dim=0)
         x_RD = MoveRows.apply(x_ND, *places)

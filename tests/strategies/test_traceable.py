@@ -33,13 +33,8 @@ def test_values_on_two_ranks_and_on_one(run_ranks) -> None:
 def _fixed_equals_exact(rank: int, num_ranks: int, router: RouterConfig, top_k: int) -> list[bool]:
     """Return for output and all gradients whether fixed sizes give the bits of exact sizes."""
     groups = build_groups(num_ranks, device_type="cpu")
-    config = MoEConfig(
-        num_experts=3 * num_ranks,
-        top_k=top_k,
-        intermediate_size=32,
-        activation="gelu",
-        router=router,
-    )
+    sizes: dict[str, Any] = {"num_experts": 3 * num_ranks, "top_k": top_k, "intermediate_size": 32}
+    config = MoEConfig(**sizes, activation="gelu", router=router)
     found: list[list[Any]] = []
     for fixed_sizes in (False, True):
         torch.manual_seed(rank)
@@ -66,12 +61,29 @@ def test_fixed_sizes_give_the_bits_of_exact_sizes(run_ranks, top_k: int) -> None
         assert equal == [True] * 5
 
 
-def test_fixed_sizes_need_a_capacity() -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "capacity", "name"), [(4, None, "capacity_factor"), (0, 2, "tokens")]
+)
+def test_fixed_sizes_need_a_capacity_and_tokens(
+    num_tokens: int, capacity: int | None, name: str
+) -> None:
+    x_TD, routing, experts = make_inputs(LayerCase(num_tokens_W=(num_tokens,)), 0)
     strategy = TraceableStrategy(None, fixed_sizes=True)
-    with pytest.raises(
-        ValueError, match=r"capacity_factor \(0\) .* must be above 0 with fixed_sizes"
-    ):
-        strategy.forward(*make_inputs(LayerCase(num_tokens_W=(4,)), 0))
+    with pytest.raises(ValueError, match=rf"{name} \(0\) .*must be .* with fixed_sizes"):
+        strategy.forward(x_TD, replace(routing, capacity=capacity), experts)
+
+
+def _run_with_other_capacity(rank: int, num_ranks: int) -> None:
+    x_TD, routing, experts = make_inputs(LayerCase(num_tokens_W=(4, 4)), rank)
+    group = build_groups(num_ranks, device_type="cpu").ep
+    strategy = TraceableStrategy(group, fixed_sizes=True)
+    message = r"capacity \(4 on rank 0, 5 on rank 1\) must be the same on all ranks"
+    with pytest.raises(ValueError, match=message):
+        strategy.forward(x_TD, replace(routing, capacity=4 + rank), experts)
+
+
+def test_ranks_with_other_capacities_are_named(run_ranks) -> None:
+    run_ranks(_run_with_other_capacity, 2)
 
 
 def test_biases_are_refused() -> None:
