@@ -140,9 +140,8 @@ class Executor:
         if not self._captures:
             return self._actions
         addresses = [each.data_ptr() for each in parameters if isinstance(each, nn.Parameter)]
-        if self._captured and addresses == self._addresses:
-            return self._captured
-        return self._capture(values, addresses)
+        is_captured = bool(self._captured) and addresses == self._addresses
+        return self._captured if is_captured else self._capture(values, addresses)
 
     def _capture(self, values: Sequence[dict[str, Any]], addresses: list[int]) -> Iterator[_Action]:
         """Yield each action, captured as a CUDA graph if ``can_capture``, for the caller to run.
@@ -260,11 +259,9 @@ class _SegmentGraphs:
         ``values`` are tensors of the shapes to capture, ``fixed`` tells which keep their addresses.
         """
         inputs = [
-            value if is_fixed else torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=value.device
-            )
+            value if is_fixed else value.new_empty_strided(value.shape, value.stride())
             for value, is_fixed in zip(values, fixed, strict=True)
-        ]  # fmt: skip
+        ]
         copied = [at for at, value in enumerate(values) if inputs[at] is not value]
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
