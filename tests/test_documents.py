@@ -1,5 +1,7 @@
 """Examples, figures and snippets run; documents name what exists and equal results and formulas."""
 
+import json
+import math
 import re
 import runpy
 import sys
@@ -163,6 +165,19 @@ def _find_missing(guide: str) -> list[str]:
     names = [name for name in names if not name.startswith(OF_A_RUN)]
     folders = (ROOT, ROOT / "halley", path.parent)
     return [name for name in names if not any((folder / name).exists() for folder in folders)]
+
+
+def test_headline_of_the_readme_is_that_of_the_committed_results() -> None:
+    times_us: dict[str, list[float]] = {"sequential": [], "unfused": [], "fused": []}
+    for line in (ROOT / "benchmarks/results/h200x4/layer.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        case = row["num_tokens"], row["direction"]
+        if row["strategy"] in times_us and case == (8192, "forward_backward"):
+            times_us[row["strategy"]].append(row["median_us"])
+    plain, kernels, fused = (math.prod(each) ** (1 / len(each)) for each in times_us.values())
+    first = f"{plain / fused:.2f} is the geometric mean of the five layers: "
+    first += f"{plain / kernels:.2f} by kernels without overlap, times {kernels / fused:.2f} by"
+    assert first in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("guide", GUIDES)
