@@ -51,14 +51,14 @@ __all__ = [
 
 try:
     __version__ = version("halley-moe")
-except PackageNotFoundError:  # the package runs from a source tree
+except PackageNotFoundError:  # Halley is not installed: it runs from a source tree
     __version__ = "0+unknown"
 
 
 def compile(
     function: "Callable[..., Any]", *, fullgraph: bool = True, **options: Any
 ) -> "Callable[..., Any]":
-    """Return a model or training step compiled by ``torch.compile`` with Halley's backend.
+    """Return a function that runs ``function`` compiled by ``torch.compile`` with Halley's backend.
 
     Halley's pass schedules weight-gradient GEMMs under all-to-alls. MoE layers must use a strategy
     that can be traced: "functional", "unfused" or "fused".
@@ -74,8 +74,8 @@ def compile(
     Raises:
         ValueError: an option is unknown or has a value that is not allowed.
     """
-    # Imported at this call: Dynamo imports Triton, whose first import reads TRITON_INTERPRET, the
-    # choice between compiled and interpreted kernels.
+    # Imported here, because Dynamo imports Triton. The first import of Triton reads the variable
+    # TRITON_INTERPRET, which selects compiled or interpreted kernels.
     import torch
     import torch._dynamo.config
 

@@ -1,4 +1,4 @@
-"""``halley plan balance``: plan the experts that each rank holds, from the counted loads."""
+"""``halley plan balance``: plan which experts each rank holds, from counted tokens per expert."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def balance(
         typer.Option(help="Name of the model, to print the memory that the spare experts need."),
     ] = None,
 ) -> int:
-    """Plan the experts that each rank holds, with replicas of the most loaded experts.
+    """Plan which experts each rank holds, some of them on several ranks; write the plan to a file.
 
     Prints the load of each rank in percent of the mean, without and with the placement, then one
     JSON line. `halley train --set placement=FILE` uses the placement.
@@ -68,9 +68,9 @@ def _compare_loads(
     num_ranks: int,
     model: ModelConfig | None,
 ) -> tuple[Table, dict[str, object]]:
-    """Return the loads of ranks without and with placements, as a table and as fields for JSON."""
+    """Return a table of the ranks' loads without and with placements, and a summary for JSON."""
     num_experts = len(counts_ME[0])
-    before_MW: list[list[float]] = []  # empty if E % W is not 0
+    before_MW: list[list[float]] = []  # stays empty unless the ranks W divide the experts E
     if num_experts % num_ranks == 0:
         plain = ExpertPlacement.plain(num_experts, num_ranks=num_ranks)
         before_MW = [rank_loads(plain, counts_E) for counts_E in counts_ME]

@@ -39,7 +39,7 @@ app = typer.Typer(help="Measure MoE layers.", no_args_is_help=True)
 
 _BENCH_MODELS = "mixtral-8x7b,phi-3.5-moe,qwen2-moe,qwen3-30b-a3b,deepseek-v3"
 _CAPTURED = ("fused", "unfused", "deduplicated", "hierarchical")
-_PLAIN_CASE = "layer"  # the only value of the key "case" with a chart
+_PLAIN_CASE = "layer"  # the "case" of result lines that has a chart; other cases add a suffix
 
 OutputOption = Annotated[
     Path | None,
@@ -195,7 +195,7 @@ def layer_cases(
 
 
 def split_strategy_names(text: str) -> list[str]:
-    """Return the strategies of a comma-separated list; raise ``ValueError`` if one is unknown."""
+    """Split a comma-separated list of strategies; ``ValueError`` if unknown, repeated or none."""
     names = split_names(text, option="strategies")
     for name in names:
         check_strategy(name)
@@ -205,7 +205,7 @@ def split_strategy_names(text: str) -> list[str]:
 def _case_name(
     cases: list[LayerCase], strategies: list[str], tp_sizes: list[int], max_load: float
 ) -> str:
-    """Return the value of the key "case": "layer", and a suffix such as "-tp" per option in use."""
+    """Return the "case" of result lines: "layer", with suffixes like "-tp" for options in use."""
     kinds = {name.partition(":")[0] for name in strategies}
     differs = {
         "nodes": bool(kinds & {"deduplicated", "hierarchical"}),
@@ -236,7 +236,7 @@ def _check_graphs(max_load: float, strategies: list[str], *, device: str) -> Non
 def check_output(
     output: Path | None, *, case: str, device: str, num_ranks: int, has_chart: bool
 ) -> None:
-    """Raise ``ValueError`` if result lines, or with ``has_chart`` a chart, cannot be written."""
+    """Raise ``ValueError`` if result lines, or a chart if ``has_chart``, cannot be saved."""
     if output is None:
         return
     if has_chart:
@@ -251,7 +251,7 @@ def check_output(
 
 @contextmanager
 def saved_rows(world: World, output: Path | None) -> Iterator[Callable[[list[Row]], None]]:
-    """Yield a function that saves all lines so far, so an interrupt loses only the running case.
+    """Yield a function that saves result lines, so that an error or interrupt does not lose them.
 
     Without a folder ``output``, the lines are printed if an error or an interrupt ends the block.
     Only the first rank writes and prints.
@@ -272,7 +272,7 @@ def saved_rows(world: World, output: Path | None) -> Iterator[Callable[[list[Row
 
 
 def print_rows(table: Table, rows: list[Row], *, width: int = 140) -> None:
-    """Print a table, of ``width`` characters unless on a terminal, and result lines as JSON."""
+    """Print a table, then rows as JSON lines; ``width`` limits the table if not on a terminal."""
     Console(width=None if Console().is_terminal else width).print(table)
     _print_json(rows)
 

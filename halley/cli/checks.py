@@ -18,13 +18,13 @@ MAX_PLANNED_RANKS = 65536
 # Keyword arguments of ``check_replaceable`` for a chart, which is a PNG of matplotlib.
 CHART = {"what": "a chart of Halley's", "start": b"\x89PNG\r\n\x1a\n", "inside": b"Matplotlib"}
 
-_MAX_COUNT = 10**6  # samples or steps: more would run for days
-_MAX_SEED = 2**63 // 1_000_003 - 1  # each rank multiplies a seed by 1_000_003, in 64 bits
+_MAX_COUNT = 10**6  # most samples or steps: more would run for days
+_MAX_SEED = 2**63 // 1_000_003 - 1  # ranks multiply the seed by 1_000_003, in 64 bits
 _HEAD_BYTES = 4096
 
 
 def check_package(name: str, *, extra: str, option: str) -> None:
-    """Raise ``ValueError`` if a package is missing; name the extra of Halley that installs it."""
+    """Raise ``ValueError`` if a package is missing; the message names Halley's extra for it."""
     if find_spec(name) is None:
         raise ValueError(
             f"{option} must have the package {name}: pip install '.[{extra}]' in a checkout of "
@@ -42,7 +42,7 @@ def read_dtype(name: str, *, on_gpu: bool) -> torch.dtype:
 
 
 def check_range(value: int, least: int, most: float = math.inf, *, option: str) -> None:
-    """Raise ``ValueError`` unless the number of an option is between ``least`` and ``most``."""
+    """Raise ``ValueError`` unless ``least`` <= ``value`` <= ``most``; ``option`` is its name."""
     if value < least:
         raise ValueError(f"{option} ({value}) must be at least {least}")
     if value > most:
@@ -55,12 +55,12 @@ def check_samples(samples: int, *, option: str = "samples") -> None:
 
 
 def check_seed(seed: int) -> None:
-    """Raise ``ValueError`` if a seed is negative, or too large for the generators of all ranks."""
+    """Raise ``ValueError`` if a seed is negative, or too large to derive 64-bit seeds of ranks."""
     check_range(seed, 0, _MAX_SEED, option="seed")
 
 
 def split_names(text: str, *, option: str) -> list[str]:
-    """Return the names of a comma-separated list; ``ValueError`` for none or a repeated one."""
+    """Return the names of a comma-separated list; ``ValueError`` if it is empty or repeats one."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
         raise ValueError(f"{option} ({text}) must name at least one")
@@ -69,7 +69,7 @@ def split_names(text: str, *, option: str) -> list[str]:
 
 
 def split_integers(text: str, *, option: str) -> list[int]:
-    """Return the integers of a comma-separated list; ``ValueError`` unless distinct and > 0."""
+    """Split a comma-separated list into integers; ``ValueError`` unless distinct and positive."""
     words = split_names(text, option=option)
     if not all(word.isascii() and word.isdecimal() and int(word) > 0 for word in words):
         raise ValueError(f"{option} ({text}) must be positive integers with commas between")
@@ -91,7 +91,7 @@ def check_known(names: Sequence[str], allowed: Sequence[str], *, option: str) ->
 
 
 def rank_memory_bytes(num_ranks: int, *, device: str) -> int:
-    """Return the bytes of this rank's GPU memory, or on a CPU of an equal share of host memory.
+    """Return the total bytes of this rank's GPU memory; on a CPU, an equal share of host memory.
 
     The environment of torchrun overrides ``num_ranks``, the number of ranks of this host.
     """
@@ -140,7 +140,7 @@ def check_replaceable(
 
 
 def check_chart(path: Path | None, *, option: str) -> None:
-    """Raise ``ValueError`` unless ``path`` is None, or a new .png or a chart to replace."""
+    """Raise ``ValueError`` unless ``path`` is None, or a .png that Halley can write or replace."""
     if path is None:
         return
     check_package("matplotlib", extra="plot", option=f"{option} ({path})")

@@ -27,7 +27,7 @@ from halley.tools.diagnosis import OPTIONAL_PACKAGES, Link, Machine, StrategySta
 from halley.tools.layer_case import LayerCase
 
 
-_MAX_TIME_LIMIT_S = 10**7  # 116 days; timers of the threading module overflow soon above
+_MAX_TIME_LIMIT_S = 10**7  # 116 days, far less than a timer of the threading module allows
 
 # Keys of ``measure_buffers``, each with the text that ``choice_table`` shows for it.
 _BUFFERS = {
@@ -96,7 +96,7 @@ def doctor(
 
 
 def _try_layer(case: LayerCase, *, device: str, limit_s: float) -> int:
-    """Run "auto" on an MoE layer, a collective; rank 0 prints machine and choice. Return 0."""
+    """Run "auto" on an MoE layer, on all ranks; rank 0 prints machine and choice. Return 0."""
     texts = ["waiting for the other ranks"]
     layer = f"(model {case.model.name}, {case.num_tokens} tokens a rank)"
     advice = "lower --tokens, choose a smaller --model or raise --time-limit"
@@ -121,7 +121,7 @@ def _try_layer(case: LayerCase, *, device: str, limit_s: float) -> int:
 
 @contextmanager
 def _time_limit(limit_s: float, *, explain: Callable[[], str]) -> Iterator[None]:
-    """End this process with exit code 1, and an explanation, if the block exceeds a time limit.
+    """End this process with a message and exit code 1 if the ``with`` block exceeds ``limit_s``.
 
     A thread ends the process, because an exception would wait for a running collective or kernel.
     """
@@ -142,7 +142,7 @@ def _time_limit(limit_s: float, *, explain: Callable[[], str]) -> Iterator[None]
 
 
 def choice_table(choice: LayerChoice) -> Table:
-    """Return a table of the choice of "auto": reason, times, peer access and memory of fused."""
+    """Return a table of a choice of "auto": reason, times, peer access, and memory of "fused"."""
     times = [(escape(name), f"{time_us:,.0f} us") for name, time_us in choice.times_us.items()]
     reason = ("why", escape(choice.reason))
     problem = f"[red]no: {escape(choice.access_problem)}[/red]"
@@ -186,7 +186,7 @@ def machine_table(machine: Machine) -> Table:
 
 
 def _table(title: str, sections: dict[str, list[tuple[str, str]]]) -> Table:
-    """Return a table from sections by name; each row is two cells in rich's markup."""
+    """Return a table with named sections; each row of a section has two cells of rich's markup."""
     columns = [Column(name, overflow="fold") for name in ("", "what", "state")]
     table = Table(*columns, title=title)
     for section, rows in sections.items():
@@ -208,7 +208,7 @@ def _devices(machine: Machine) -> list[tuple[str, str]]:
 
 
 def _links(links: list[Link]) -> list[tuple[str, str]]:
-    """Return (pairs of GPUs, their kind of link and peer access) rows, one per combination."""
+    """Group pairs of GPUs by link kind and peer access; return a row (pairs, state) per group."""
     pairs: dict[str, list[str]] = defaultdict(list)
     for link in links:
         access = f"peer access {_mark(link.peer_access)}"

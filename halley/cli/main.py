@@ -22,8 +22,8 @@ from halley.strategies.registry import STRATEGIES, check_strategy
 
 
 INTERRUPTED = 130  # the shell's convention: 128 plus the number of SIGINT
-_KINDS = {"int_parsing": "an integer", "float_parsing": "a number"}  # pydantic's names of errors
-_MIN_SIMILARITY = 0.8  # difflib ratio of a suggested option: no --seed for --nonsense
+_KINDS = {"int_parsing": "an integer", "float_parsing": "a number"}  # by pydantic's type of error
+_MIN_SIMILARITY = 0.8  # least difflib ratio of a suggested option: no --seed for --nonsense
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +248,7 @@ def _flush_output() -> None:
 
 
 def _discard_output() -> None:
-    """Redirect standard output to the null device, as Python's flush at exit would fail again."""
+    """Redirect standard output to the null device, because the flush at exit would fail again."""
     # Ignore a standard output that is closed or has no file descriptor.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)

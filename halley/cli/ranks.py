@@ -31,7 +31,7 @@ NprocOption = Annotated[
 
 
 def launch_ranks(nproc: int, *, device: str) -> None:
-    """Run this command on new ranks and exit; return if this process is a rank or one is enough.
+    """Run this command on new ranks and exit, unless this process is a rank or one rank is enough.
 
     When the ranks have ended, this process exits with their code (``typer.Exit``).
     """
@@ -43,7 +43,7 @@ def launch_ranks(nproc: int, *, device: str) -> None:
 
 
 def count_ranks(nproc: int, *, device: str) -> int:
-    """Return the number of ranks of this command: that of torchrun under torchrun, else ``nproc``.
+    """Return the number of ranks of this command: WORLD_SIZE under a launcher, else ``nproc``.
 
     ``nproc`` 0 means one rank per GPU, or 2 without GPUs. The device is "auto", "cpu" or "cuda". A
     device that does not exist, or fewer GPUs than ranks, are a ``ValueError``.
@@ -67,7 +67,7 @@ def count_ranks(nproc: int, *, device: str) -> int:
 
 @contextmanager
 def joined(device: str) -> Iterator[tuple[World, Watchdog | None]]:
-    """Join the process group; yield this rank's ``World``, and a watchdog (None: no launcher)."""
+    """Join the process group; yield the rank's ``World`` and watchdog (None without a launcher)."""
     with join_world(device) as world:
         if world.store is None:
             yield world, None
@@ -78,7 +78,7 @@ def joined(device: str) -> Iterator[tuple[World, Watchdog | None]]:
 
 @contextmanager
 def step_progress(world: World | None = None) -> Iterator[Progress]:
-    """Yield a function that shows progress: a text, the steps done, and the total (0: unknown).
+    """Yield a function of a text, the steps done and the total (0: unknown) that shows progress.
 
     Only the first rank of a world shows progress. Only calls of the function redraw the bar: a
     thread that redraws it would hold the global interpreter lock while a sample is timed.
@@ -101,7 +101,7 @@ def step_progress(world: World | None = None) -> Iterator[Progress]:
 
 
 def line_progress(now_s: Callable[[], float] = time.monotonic) -> Progress:
-    """Return a function that prints a new text at once, a repeated one 10 s after any print."""
+    """Return a function that prints new texts at once, repeated ones after 10 s without prints."""
     texts: set[str] = set()
     next_s = 0.0
 

@@ -110,7 +110,7 @@ def tune(
     check_memory(cases, ep_size=num_ranks, memory_bytes=memory_bytes, tp_size=tp_size)
     with warnings.catch_warnings(
         action="ignore"
-    ):  # the ranks print these warnings, not this process
+    ):  # ranks read the file again below and print these warnings
         ConfigTable(file, environment)
     check_replaceable(file, option="path", what="tuned kernel configurations")
     launch_ranks(nproc, device=device)

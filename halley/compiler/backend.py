@@ -74,7 +74,7 @@ class Backend:
         self.begin()
 
     def begin(self) -> None:
-        """Start a new model in the check for graph breaks: graphs from now on belong to it."""
+        """Tell the check for graph breaks that graphs from now on belong to a new model."""
         self._num_pending_before = _num_pending_frames()
         self._frames.clear()
 
@@ -85,7 +85,7 @@ class Backend:
         *,
         options: dict[str, object] | None = None,
     ) -> Compiled:
-        """Return a function that runs a graph of Dynamo; wrong options are a ``ValueError``."""
+        """Return a function that runs a Dynamo graph; raise ``ValueError`` if options are wrong."""
         parsed = parse_options(options)
         self._warn_of_graph_break(gm)
         hooks = GradientHooks(example_inputs)
@@ -135,7 +135,7 @@ class Backend:
             bw_compiler=compile_graph,
             partition_fn=partitioner,
             # Fused layers write to an input of forward and of backward, their ordering token. This
-            # keeps both writes in the graphs, instead of a copy to the input after the graph.
+            # option keeps the writes in the graphs, instead of a copy to the input after a graph.
             keep_inference_input_mutations=True,
         )
         return compiler(gm, example_inputs)

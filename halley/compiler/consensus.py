@@ -1,4 +1,4 @@
-"""Before ranks run a graph, compare it in each of its process groups, and share rank 0's plan.
+"""Compare a graph across the ranks of its process groups; give all ranks the plan of rank 0.
 
 Ranks exchange short texts through the key-value store of their process group. A collective would
 hang if a rank never came. The store has a time limit, so an error can name the missing rank. Rank 0
@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import (
 from halley.compiler.graph_collectives import Signature, graph_groups, signature
 
 
-# Seconds that ranks wait for rank 0 in addition to ``timeout_s``, for which rank 0 waits for them:
-# they must still read its verdict, which names the missing ranks.
+# Rank 0 waits ``timeout_s`` for the other ranks. They wait this many seconds longer for rank 0, so
+# that they can read the verdict of rank 0, which names the missing ranks.
 _VERDICT_MARGIN_S = 10.0
 _T = TypeVar("_T")
 
@@ -59,7 +59,7 @@ class Consensus:
         return tuple(others)
 
     def _judge(self) -> tuple[str, list[int]]:
-        """Return an error text or "", and ranks whose ``structure`` is not rank 0's; rank 0 only.
+        """On rank 0, return an error text or "", and the ranks whose ``structure`` is not rank 0's.
 
         The error: a rank is missing, or has other collectives. Without an error, the ranks with
         another ``structure`` have the same collectives as rank 0.
@@ -107,7 +107,7 @@ class Consensus:
         return [int(self.store.get(key)) for key in keys]
 
     def _find_missing(self, keys: list[str], timeout_s: float) -> list[int]:
-        """Wait for one key of each rank, ``timeout_s`` at most; return the ranks without a key."""
+        """Wait up to ``timeout_s`` for ``keys``, one per rank; return the ranks without a key."""
         try:
             self.store.wait(keys, timedelta(seconds=timeout_s))
             return []
@@ -179,7 +179,7 @@ def share_in_groups(groups: Sequence[Consensus], what: str, make: Callable[[], _
 
 
 def _difference(collectives: Sequence[list[str]]) -> str:
-    """Return a text on the ranks whose collectives differ from rank 0's, "" if all are equal."""
+    """Return an error text on ranks whose collectives differ from rank 0's; "" if none differ."""
     first = collectives[0]
     others = [rank for rank, lines in enumerate(collectives) if lines != first]
     if not others:

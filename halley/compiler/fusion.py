@@ -37,12 +37,12 @@ _FUSED = _GATHERS | {
     "aten::_log_softmax_backward_data", "aten::nll_loss_forward", "aten::nll_loss_backward",
     "prims::iota", "prims::prepare_softmax_online",
 }  # fmt: skip
-_MIN_SPLIT_ROWS = 1024  # Inductor splits a sum over at least so many rows into partial sums
+_MIN_SPLIT_ROWS = 1024  # Inductor splits a sum over at least this many rows into partial sums
 
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """Inputs that a node of an Inductor kernel loads, and whether its result goes to memory."""
+    """Inputs that a node of an Inductor kernel loads, and whether the node's result is stored."""
 
     # Inputs that the kernel loads from memory for this node. An input that several nodes of the
     # kernel share is listed at the first of them only.
@@ -67,7 +67,7 @@ def is_fused(node: fx.Node) -> bool:
 
 
 def is_concat(node: fx.Node) -> bool:
-    """Return whether a node is ``cat``; Inductor's kernels write their results into its output."""
+    """Return whether a node is ``aten.cat``, into whose output Inductor's kernels write."""
     return operator_name(node) == "aten::cat"
 
 
@@ -104,7 +104,7 @@ def find_boundaries(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Boundary]:
     fused = {node: at for at, node in enumerate(nodes) if is_fused(node)}
     # Bit masks over ``nodes``: a set of ancestors for each node would take far more memory.
     ancestors = dict.fromkeys(nodes, 0)  # masks of the fused ancestors
-    separated = dict.fromkeys(nodes, 0)  # those with a path through a node that is not fused
+    separated = dict.fromkeys(nodes, 0)  # fused ancestors with a path through an unfused node
     readers: dict[fx.Node, list[fx.Node]] = {}
     reads: dict[fx.Node, set[fx.Node]] = {node: set() for node in fused}
     written: set[fx.Node] = set()
@@ -125,7 +125,7 @@ def find_boundaries(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Boundary]:
             if root in fused:
                 written.add(root)
             if node in fused:
-                # In one kernel, views of a whole tensor are one load; each slice is one of its own.
+                # A kernel loads a tensor once for all views of the whole, and again for each slice.
                 is_all = sizes.num_bytes(result_of(source)) >= sizes.num_bytes(result_of(root))
                 earlier = readers.setdefault(root if is_all else source, [])
                 if all(separated[node] >> fused[other] & 1 for other in earlier):
@@ -138,7 +138,7 @@ def find_boundaries(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Boundary]:
 
 
 def inside_kernels(boundaries: Mapping[fx.Node, Boundary]) -> frozenset[fx.Node]:
-    """Return the nodes whose results stay in registers, as no kernel writes them to memory."""
+    """Return the nodes whose results stay in registers, because no kernel writes them to memory."""
     return frozenset(node for node, boundary in boundaries.items() if not boundary.writes)
 
 
@@ -152,7 +152,7 @@ def fused_us(
     alone.
     """
     if is_concat(node):
-        # Inductor's kernels write fused inputs into the output of the concat; others are copied.
+        # Inductor's kernels write fused inputs into the concat's output; other inputs are copied.
         inputs = (each for each in node.all_input_nodes if not is_fused(_root(each)))
         copied = sum(sizes.num_bytes(result_of(each)) for each in inputs)
         return predictor.memory_us(2 * copied) if copied else 0.0
@@ -162,7 +162,7 @@ def fused_us(
     moved = 0
     for source in node.all_input_nodes:
         if boundary is None or source in boundary.reads:
-            # Of an expanded tensor, the kernel loads the bytes of the tensor before ``expand``.
+            # For an expanded tensor, the kernel loads the bytes of the tensor before ``expand``.
             num_bytes = sizes.num_bytes(result_of(source))
             num_bytes = min(num_bytes, sizes.num_bytes(result_of(_root(source))))
             # A gather loads only the rows that it returns.
@@ -174,7 +174,7 @@ def fused_us(
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """Return the node from which a view, or a chain of views, is made; else the node itself."""
+    """Return the base of a view or of a chain of views; if a node is no view, return the node."""
     while node.op == "call_function" and _has_tensors(node) and node_kind(node) is NodeKind.VIEW:
         if not node.all_input_nodes:
             break

@@ -31,7 +31,7 @@ class GradientHooks:
         self._positions = [
             at for at, value in enumerate(example_inputs) if find_gradient_hook(value)
         ]
-        self._names: dict[int, str] = {}  # of parameters with hook and gradient, by position
+        self._names: dict[int, str] = {}  # parameters with a hook and a gradient, by input position
 
     @property
     def has_any(self) -> bool:
@@ -45,7 +45,7 @@ class GradientHooks:
         """
         inputs = forward.find_nodes(op="placeholder")
         gradients = _results(backward)
-        # With effect tokens or tensor subclasses, backward has not one gradient for each input.
+        # With effect tokens or tensor subclasses, the numbers of gradients and of inputs differ.
         # The graph then calls no hook.
         if len(gradients) != len(inputs):
             return
@@ -54,8 +54,8 @@ class GradientHooks:
         first = next(iter(results[num_outputs:]), None)
         if not with_gradient or first is None:
             return
-        # Saved tensors come before saved sizes, so the first one is a tensor if there is any. If
-        # there is none, the graph calls no hook.
+        # Saved tensors come before saved sizes, so the first saved value is a tensor if any is. If
+        # none is, the graph calls no hook.
         if not isinstance(first.meta.get("val"), torch.Tensor):
             return
         known = {node.name: node for node in backward.find_nodes(op="placeholder")}
@@ -67,7 +67,7 @@ class GradientHooks:
         forward.output_node().args = ((*results[:num_outputs], *missing, *results[num_outputs:]),)
 
     def insert(self, backward: fx.Graph) -> None:
-        """Insert each hook's call after its gradient's node; the graph returns None instead of it.
+        """Insert hooks' calls after their gradients; the graph returns None instead of these.
 
         The graph must be in its final order, and is changed in place.
         """

@@ -50,7 +50,7 @@ def result_of(node: fx.Node) -> object:
 
 
 def without_values() -> FakeTensorMode:
-    """Return a new mode of fake tensors, without values, whose sizes may depend on data."""
+    """Return a new ``FakeTensorMode``: its tensors have no values; sizes may depend on data."""
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
@@ -101,14 +101,14 @@ def is_gemm(node: fx.Node) -> bool:
 
 
 def module_of(node: fx.Node) -> str:
-    """Return the path of the ``nn.Module`` that a node belongs to, as "layers.1.mlp", or ""."""
+    """Return the path of a node's ``nn.Module``, such as "layers.1.mlp"; "" if it has none."""
     stack: Any = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = [*stack.values()][-1][0] if stack else ""
     return path.partition("].")[2] or path  # Dynamo's paths begin with "L['self']."
 
 
 def bits(mask: int) -> Iterator[int]:
-    """Yield the positions of the bits of an integer that are 1, ascending."""
+    """Yield the positions of the 1 bits of an integer, ascending."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -163,7 +163,7 @@ class GraphAnalysis:
         return [index for index, kind in enumerate(self.kinds) if kind in kinds]
 
     def find_collectives(self, *kinds: Kind) -> list[int]:
-        """Return the indices of the nodes that start collectives of the given kinds, ascending."""
+        """Return the indices of the nodes whose collective is of one of ``kinds``, ascending."""
         return [index for index, kind in enumerate(self.collectives) if kind in kinds]
 
     def find_waits(self, start: int) -> list[int]:
@@ -171,7 +171,7 @@ class GraphAnalysis:
         return [index for index in self.find(NodeKind.WAIT) if start in self.needs[index]]
 
     def find_window(self, start: int) -> range:
-        """Return the indices of the nodes between a start and its first wait; empty without one."""
+        """Return the indices of the nodes between a start and its first wait; empty if no wait."""
         return range(start + 1, min(self.find_waits(start), default=start + 1))
 
     def check_order(self, order: Sequence[int]) -> None:
@@ -223,7 +223,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def _find_needs(nodes: list[fx.Node], collectives: list[Kind | None]) -> list[tuple[int, ...]]:
-    """Return, for each node, indices of its direct dependencies by rules of ``GraphAnalysis``."""
+    """Return the indices of each node's direct dependencies, by the rules of ``GraphAnalysis``."""
     position = {node: index for index, node in enumerate(nodes)}
     found: list[tuple[int, ...]] = []
     barrier: set[int] = set()  # the last node that wrote to an argument
@@ -240,7 +240,7 @@ def _find_needs(nodes: list[fx.Node], collectives: list[Kind | None]) -> list[tu
         if is_random(node):
             needs |= last_random
             last_random = {index}
-        # Reductions of gradients may change their order: all ranks use that of rank 0's plan.
+        # Reductions of gradients may be reordered: all ranks use the order of rank 0's plan.
         if collectives[index] in ("all_to_all", "gather", "fused"):
             needs |= last_ordered
             last_ordered = {index}
@@ -254,7 +254,7 @@ def is_empty(node: fx.Node) -> bool:
 
 
 def mutates_arguments(node: fx.Node) -> bool:
-    """Return whether a graph node writes to its arguments, so that data alone does not order it."""
+    """Return whether the operator of a graph node writes to its arguments, by its schema."""
     operator = find_operator(node)
     return operator is not None and operator._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
 

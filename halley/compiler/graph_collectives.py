@@ -29,11 +29,11 @@ _KINDS: dict[str, Kind] = {
     f"{_FUNCTIONAL}::all_gather_into_tensor": "gather",
     f"{_FUNCTIONAL}::all_gather_into_tensor_coalesced": "gather",
     f"{_FUNCTIONAL}::broadcast": "gather",
-    # One operator computes and communicates; no wait follows, as it ends after both have ended.
+    # These operators compute and communicate, and end after both. So no wait follows them.
     "halley::fused_experts": "fused",
     "halley::fused_experts_backward": "fused",
 }
-# Namespaces of operators that communicate. Halley knows those in ``_KINDS`` and ``WAIT`` only.
+# Namespaces of operators that communicate. Halley knows only those of ``_KINDS``, and ``WAIT``.
 _COMMUNICATING = (
     _FUNCTIONAL, "c10d", "c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"
 )  # fmt: skip
@@ -104,7 +104,7 @@ def graph_groups(*graphs: fx.Graph) -> list[str]:
 
 
 def group_sizes(graph: fx.Graph) -> list[int]:
-    """Return the number of ranks of each process group of ``graph_groups``, in its order."""
+    """Return the number of ranks of each process group, in the order of ``graph_groups``."""
     return [_resolve_process_group(name).size() for name in graph_groups(graph)]  # pyright: ignore[reportArgumentType]
 
 
@@ -155,7 +155,7 @@ def _target(node: fx.Node) -> str:
 
 
 def _operand(node: fx.Node, *, first: int) -> str:
-    """Return dtype and sizes from dimension ``first`` on as text; "" if a node makes no tensor."""
+    """Return a node's dtype and sizes from dimension ``first`` on, as text; "" if no tensor."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return ""

@@ -38,12 +38,12 @@ class LiveBytes:
             for buffer in read:
                 self.readers[buffer].append(index)
             kind = analysis.kinds[index]
-            if kind is NodeKind.WAIT:  # returns the buffer of the start and frees the operand
+            if kind is NodeKind.WAIT:  # a wait returns the start's buffer and frees the operand
                 held.append({buffer for buffer in read if analysis.kinds[buffer] is NodeKind.START})
             elif kind is NodeKind.START:
                 held.append({index} | read)
-            # Views and results inside of a kernel have no buffer: their readers keep the buffers
-            # alive from which they are made.
+            # Views, and results inside of a kernel, have no buffer. Their readers keep alive the
+            # buffers from which such a result is made.
             elif kind is NodeKind.VIEW or node in inside:
                 held.append(read)
                 continue
@@ -59,9 +59,9 @@ class LiveBytes:
         return max(self.alive(order), default=0)
 
     def alive(self, order: Sequence[int]) -> list[int]:
-        """Return, for each position of an order, the number of live bytes while that node runs."""
+        """Return, for each position of an order, the number of live bytes while its node runs."""
         place = {index: at for at, index in enumerate(order)}
-        # -1 for a buffer without readers, which is freed after the node that makes it.
+        # Position of each buffer's last reader. -1: no reader, freed after the node that makes it.
         last = [max((place[r] for r in readers), default=-1) for readers in self.readers]
         freed_after = [0] * len(order)
         for index, at in place.items():
@@ -82,7 +82,7 @@ Halves = tuple[fx.GraphModule, fx.GraphModule]
 @final
 @dataclass(eq=False, kw_only=True)
 class StepPartitioner(CustomPartitionerFn):
-    """Splits a joint graph into forward and backward; predicts the higher peak of their live bytes.
+    """Splits a joint graph into forward and backward; predicts the higher of their memory peaks.
 
     The peak ``num_bytes`` is the larger one of forward and backward. It is mostly at the beginning
     of backward, when all saved activations are alive. A pass may raise the peak of forward up to it
@@ -100,7 +100,7 @@ class StepPartitioner(CustomPartitionerFn):
         """Return None, so that Inductor caches no graph that this partitioner has split."""
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Halves:
-        """Return forward and backward of a joint graph, prepared for hooks; set ``num_bytes``."""
+        """Split a joint graph into forward and backward, add hook parameters, set ``num_bytes``."""
         forward, backward = halves = self.split(gm, joint_inputs, **kwargs)
         num_outputs = kwargs["num_fwd_outputs"]
         self.hooks.save_parameters(forward.graph, backward.graph, num_outputs=num_outputs)

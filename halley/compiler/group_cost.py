@@ -30,7 +30,7 @@ _MIN_BYTES = 4096  # of the smallest measured all-to-all: below it, the time is 
 _CPU_SIDE, _CPU_INNER, _CPU_BYTES = 128, 128, 4 * 2**20
 _GPU_SIDE, _GPU_INNER, _GPU_BYTES = 8192, 2048, 256 * 2**20
 _NUM_EXPERTS = 8  # of the measured grouped GEMM
-_SM_MARGINS = (0, 2, 4, 8, 16, 24, 32)  # numbers of SMs that GEMMs leave free, to try
+_SM_MARGINS = (0, 2, 4, 8, 16, 24, 32)  # numbers of SMs that GEMMs leave free in trials
 
 
 def measure_groups(
@@ -58,18 +58,18 @@ def measure_groups(
             torch.cuda.set_device(device)  # each thread has its own current device
         for at, consensus in enumerate(consensus_groups):
             key = keys[consensus.group_name]
-            # The largest group's rank 0 decides whether to measure, even for ranks with the curve.
+            # Rank 0 of the largest group decides whether to measure, also for ranks with the curve.
             lacks = largest.share(f"curve {at}", lambda key=key: table.curve(key) is None)
-            # Ranks of a group may follow different rank 0s if no group holds all ranks. So all of
-            # them measure if one must.
+            # If no group holds all ranks, ``lacks`` may differ in this group, because its ranks
+            # may have other largest groups. So all ranks of this group measure if one must.
             if any(consensus.all_gather(f"lacks curve {at}", lacks)):
                 curve = _measure_all_to_all(graph, consensus, sizes=sizes, device=device)
                 table.add_curve(key, curve)
         if largest.share("contention", lambda: table.contention is None):
             table.add_contention(_measure_contention(largest, device))
 
-    # Measure in another thread, because the calling thread traces: with measurements in that one,
-    # one of four runs hung in a collective of gloo.
+    # Measure in another thread, because the calling thread is tracing: when it measured, one of
+    # four runs hung in a collective of gloo.
     with ThreadPoolExecutor(1) as pool:
         pool.submit(measure).result()
 
@@ -93,7 +93,7 @@ def curve_keys(consensus_groups: Sequence[Consensus]) -> dict[str, str]:
 
 
 def _measure_contention(consensus: Consensus, device: torch.device) -> Contention:
-    """Measure contention of a group's all-to-all with a dense GEMM, on a GPU also a grouped one."""
+    """Measure contention of a group's all-to-all with a dense GEMM; on a GPU, a grouped one too."""
     on_gpu = device.type == "cuda"
     shape = (_GPU_SIDE, _GPU_INNER, _GPU_BYTES) if on_gpu else (_CPU_SIDE, _CPU_INNER, _CPU_BYTES)
     side, inner, num_bytes = shape
@@ -126,7 +126,7 @@ def _measure_contention(consensus: Consensus, device: torch.device) -> Contentio
 def _measure_all_to_all(
     graph: fx.Graph, consensus: Consensus, *, sizes: Sizes, device: torch.device
 ) -> Curve:
-    """Return a ``Curve`` of a group's all-to-alls, from 4 KiB to at least the largest in ``graph``.
+    """Measure a group's all-to-alls from 4 KiB to at least the graph's largest; return a ``Curve``.
 
     Other collectives count as all-to-alls of the same bytes on the wire, up to the bytes that
     contention is measured with: an all-reduce of all gradients would take too long to measure.

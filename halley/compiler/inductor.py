@@ -26,10 +26,10 @@ from halley.ops.library import DECOMPOSITIONS
 
 
 def decompose(graph: fx.Graph) -> None:
-    """Replace operators of ``DECOMPOSITIONS`` on a GPU by ATen operators, if these can be traced.
+    """Replace GPU operators of ``DECOMPOSITIONS`` by ATen operators; GEMMs only if traceable.
 
-    Inductor can then fuse them with other operators, and calls kernels instead of operators that
-    are written in Python. Operators on a CPU stay: there, the expert GEMM reads group sizes.
+    Inductor can then fuse the ATen operators with others, and calls kernels instead of operators
+    that are written in Python. Operators on a CPU stay: there, the expert GEMM reads group sizes.
     """
     for node in list(graph.nodes):
         run = DECOMPOSITIONS.get(operator_name(node))
@@ -65,7 +65,7 @@ def _inline(node: fx.Node, run: Any) -> None:
         traced = make_fx(torch.func.functionalize(call), select_decomp_table())(*values)
     traced.graph.eliminate_dead_code()
     inputs = traced.graph.find_nodes(op="placeholder")
-    copies = dict(zip(inputs, sources, strict=True))  # graph_copy copies all other nodes
+    copies = dict(zip(inputs, sources, strict=True))  # graph_copy adds all other nodes
     with node.graph.inserting_before(node):
         made = node.graph.graph_copy(traced.graph, cast(Any, copies))
     if isinstance(made, fx.Node):
@@ -118,13 +118,13 @@ def compile_by_inductor(
         """Make changes 2 to 7 of ``pipeline.py``, if they apply, to a forward or backward graph."""
         backward = is_backward(graph)
         report = run_passes(graph, options, step_peak=partitioner.num_bytes)
-        decompose(graph)  # change 4
-        if report is not None:
-            reserve_sms(graph, report.sm_margins, in_all=backward and hooks.has_any)  # change 5
-            add_control_dependencies(graph)  # change 6
+        decompose(graph)  # change 4 of pipeline.py
+        if report is not None:  # changes 5 and 6 of pipeline.py
+            reserve_sms(graph, report.sm_margins, in_all=backward and hooks.has_any)
+            add_control_dependencies(graph)
             add_report(report)
         if backward:
-            hooks.insert(graph)  # change 7
+            hooks.insert(graph)  # change 7 of pipeline.py
 
     # Inductor caches no graph that a plain function such as ``change`` modifies. A rank that found
     # a graph in its cache would not run the passes, and the other ranks would wait for it.

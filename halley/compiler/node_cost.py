@@ -66,14 +66,14 @@ class ProfiledCost:
     predictor: Predictor = field(kw_only=False)
     sizes: Sizes
     boundaries: Mapping[fx.Node, Boundary] | None = None
-    table: ProfileTable | None = None  # None predicts all nodes
-    device: torch.device | None = None  # None never measures
+    table: ProfileTable | None = None  # None: predict all nodes
+    device: torch.device | None = None  # device to measure on; None: never measure
     curve_keys: Mapping[str, str] = field(default_factory=dict[str, str])
     predicted: set[str] = field(default_factory=set[str])
-    measuring_s: float = 0.0  # spent on measurements
+    measuring_s: float = 0.0  # seconds spent on measurements so far
 
     def __call__(self, node: fx.Node) -> float:
-        """Return the microseconds on the device of a node's computation or collective."""
+        """Return the device time of a node's computation or collective, in microseconds."""
         if (group := group_of(node)) is not None:
             curve, sent = self._find_curve(group), exchanged_bytes(node, self.sizes)
             return self.predictor.all_to_all_us(sent) if curve is None else curve.at(sent)
@@ -81,7 +81,7 @@ class ProfiledCost:
             return self.predictor.hardware.read_us
         results = (*map(result_of, node.all_input_nodes), result_of(node))
         if not any(isinstance(result, torch.Tensor | tuple | list) for result in results):
-            return 0.0  # arithmetic on sizes, on the host
+            return 0.0  # the node computes sizes, on the host
         if self.boundaries is not None and (is_fused(node) or is_concat(node)):
             return fused_us(node, self.boundaries, predictor=self.predictor, sizes=self.sizes)
         key = node_key(node, self.sizes)
@@ -105,7 +105,7 @@ class ProfiledCost:
         return frozenset() if self.boundaries is None else inside_kernels(self.boundaries)
 
     def host_us(self, node: fx.Node) -> float:
-        """Return the host microseconds to launch a node; 0 if its kernel counts at another node."""
+        """Return host microseconds to launch a node; 0 if another node counts its kernel."""
         hardware = self.predictor.hardware
         if group_of(node) is not None:
             return hardware.collective_us
@@ -114,7 +114,7 @@ class ProfiledCost:
         if is_split_sum(node, self.sizes):
             return hardware.call_us
         boundary = self.boundaries.get(node)
-        # Assume that one node of each kernel writes to memory: the launch counts there.
+        # Assume that one node of each kernel writes to memory. Count the launch at that node.
         is_launched = boundary is None or boundary.writes
         return hardware.call_us / 3 if is_launched else 0.0
 
@@ -128,8 +128,8 @@ class ProfiledCost:
         self, node: fx.Node, key: str, table: ProfileTable, device: torch.device
     ) -> float | None:
         operator = find_operator(node)
-        # Measure only ATen operators: others may wait for other ranks. Do not measure one without a
-        # result: it asserts values, example values fail, and on a GPU that ends the process.
+        # Measure only ATen operators: others may wait for other ranks. An operator without a result
+        # asserts values: example values would fail, and on a GPU that ends the process.
         if operator is None or operator.namespace != "aten" or result_of(node) is None:
             return None
         begin_s = time.perf_counter()
@@ -246,7 +246,7 @@ def example_arguments(
     row would wait for each other on a GPU. Other integers are 0.
     """
     table_sizes = _indexed_sizes(node, sizes)
-    generator = torch.Generator(device).manual_seed(0)  # not the generator of training
+    generator = torch.Generator(device).manual_seed(0)  # leaves the training's generator unchanged
 
     def example(source: fx.Node) -> Any:
         result = result_of(source)
@@ -270,7 +270,7 @@ def example_arguments(
 
 
 def _indexed_sizes(node: fx.Node, sizes: Sizes) -> dict[fx.Node, int]:
-    """Return the int64 inputs that index a node's table, each with the indexed dimension's size."""
+    """Return the integer inputs that index a node's first input, each with the indexed size."""
     table = result_of(node.all_input_nodes[0]) if node.all_input_nodes else None
     name, indices = operator_name(node), node.args[1] if len(node.args) > 1 else None
     if not isinstance(table, torch.Tensor):
@@ -324,7 +324,7 @@ def _gemm_flops(node: fx.Node, sizes: Sizes) -> float:
     """
     if _is_attention(node):
         is_backward = operator_name(node).endswith("_backward")
-        inputs = node.all_input_nodes[is_backward : is_backward + 2]  # a gradient comes first
+        inputs = node.all_input_nodes[is_backward : is_backward + 2]  # skips a gradient in backward
         query, key = (cast(torch.Tensor, result_of(each)) for each in inputs)
         share = 0.5 if _named_arguments(node).get("is_causal", False) else 1.0
         pairs = math.prod(sizes.shape(query)) * sizes.shape(key)[-2]
@@ -334,5 +334,5 @@ def _gemm_flops(node: fx.Node, sizes: Sizes) -> float:
         for result in map(result_of, node.all_input_nodes)
         if isinstance(result, torch.Tensor) and result.ndim >= 2
     ]
-    left, right = (shapes * 2)[-2:]  # twice: ``mm(x, x)`` has one input node
+    left, right = (shapes * 2)[-2:]  # doubled, as ``mm(x, x)`` has one input node
     return 2.0 * math.prod(left) * right[-1]

@@ -54,7 +54,7 @@ class Options:
 
 
 def parse_options(values: dict[str, object] | None) -> Options:
-    """Return the backend options that a dict sets, with defaults for the rest.
+    """Return ``Options`` with the values of a dict; options that it lacks get their defaults.
 
     Raises:
         ValueError: a name is unknown, or a value is not allowed.

@@ -1,4 +1,4 @@
-"""Run the compiler passes on one graph: ranks compare it, and apply the plan that rank 0 makes.
+"""Run the compiler passes on one graph; ranks compare their graphs and apply the plan of rank 0.
 
 Every change that Halley makes to a graph, in the order of execution. Changes 2 and 3 are
 ``run_passes``. ``backend.py`` (inner compiler "eager") and ``inductor.py`` (inner compiler
@@ -57,11 +57,11 @@ from halley.ops.sm_carveout import gemm_with_carveout
 
 
 def run_passes(graph: fx.Graph, options: Options, *, step_peak: int = 0) -> OrderReport | None:
-    """Remove repeated waits and schedule weight gradients; return a report, or None without a plan.
+    """Remove repeated waits and schedule weight gradients; return a report, None if not scheduled.
 
-    All ranks of the graph's process groups must call this. A graph keeps its order if it has no
-    all-to-all. It also does, after a warning, if it calls a collective that Halley does not know,
-    or if the ranks' graphs differ in their computation.
+    All ranks of the graph's process groups must call this. Nothing is scheduled if ``passes`` is
+    "none", or the graph has no all-to-all. Nor is anything, after a warning, if the graph calls
+    a collective that Halley does not know, or if the ranks' graphs differ in their computation.
 
     Args:
         graph: of operators, from aot_autograd or Inductor; changed in place.
@@ -71,7 +71,7 @@ def run_passes(graph: fx.Graph, options: Options, *, step_peak: int = 0) -> Orde
     Raises:
         RuntimeError: the ranks' collectives differ, or a rank is missing; no rank runs the graph.
     """
-    remove_repeated_waits(graph)  # change 2
+    remove_repeated_waits(graph)  # change 2 in the list at the top of this file
     if options.passes == "none":
         return None
     begin_s = time.perf_counter()
@@ -90,7 +90,7 @@ def run_passes(graph: fx.Graph, options: Options, *, step_peak: int = 0) -> Orde
             [contention.sm_margin, contention.grouped_sm_margin],
         ],
     )
-    reorder(graph, analysis, order)  # change 3
+    reorder(graph, analysis, order)  # change 3 in the list at the top of this file
     report = report_order(
         analysis, order, cost=cost, sizes=sizes, contention=contention, inside=cost.inside
     )
@@ -98,7 +98,7 @@ def run_passes(graph: fx.Graph, options: Options, *, step_peak: int = 0) -> Orde
 
 
 def reorder(graph: fx.Graph, analysis: GraphAnalysis, order: Sequence[int]) -> None:
-    """Put the nodes of a graph into an order, after a check that the order is legal.
+    """Reorder the nodes of a graph in place, after a check that the new order is legal.
 
     Raises:
         RuntimeError: the order is not legal; the graph is not changed.
@@ -113,7 +113,7 @@ def reorder(graph: fx.Graph, analysis: GraphAnalysis, order: Sequence[int]) -> N
 
 
 def report_unchanged(graph: fx.Graph, options: Options) -> OrderReport:
-    """Return a report with the predicted times of a graph that no pass has changed."""
+    """Return a report of the predicted times and memory of a graph that keeps its own order."""
     begin_s = time.perf_counter()
     analysis, sizes = GraphAnalysis(graph), Sizes(options.unknown_size)
     cost = _build_cost(graph, options, [], sizes=sizes)
@@ -131,13 +131,13 @@ def _add_planning_time(report: OrderReport, cost: ProfiledCost, *, begin_s: floa
 
 
 def is_backward(graph: fx.Graph) -> bool:
-    """Return whether a graph of aot_autograd is a backward graph, with inputs named "tangents"."""
+    """Return whether a graph of aot_autograd is for backward: it has inputs named "tangents_*"."""
     inputs = graph.find_nodes(op="placeholder")
     return any(node.name.startswith("tangents") for node in inputs)
 
 
 def device_of(graph: fx.Graph) -> torch.device:
-    """Return the device of a graph's first tensor that is not on the CPU; the CPU without one."""
+    """Return the device of a graph's first tensor that is not on the CPU; else the CPU."""
     values = (node.meta.get("val") for node in graph.nodes)
     devices = (value.device for value in values if isinstance(value, torch.Tensor))
     return next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
@@ -146,7 +146,7 @@ def device_of(graph: fx.Graph) -> torch.device:
 def _open_consensus(
     graph: fx.Graph, analysis: GraphAnalysis, options: Options
 ) -> list[Consensus] | None:
-    """Compare a graph in its process groups; return each ``Consensus``, or None to keep the graph.
+    """Compare graphs across ranks; return each group's ``Consensus``, or None to keep the graph.
 
     None, after a warning, means that the graph must stay as it is; None also if it has no
     collective, and then no rank is asked. Without ``agree``, return an empty list.
@@ -196,7 +196,7 @@ def _find_order(
 def _build_cost(
     graph: fx.Graph, options: Options, groups: Sequence[Consensus], *, sizes: Sizes
 ) -> ProfiledCost:
-    """Return a graph's cost model; rank 0 reads profiles; option ``measure`` adds missing times."""
+    """Return a graph's cost model: times from profiles, measured (``measure``) or predicted."""
     device = device_of(graph)
     own = predictor_of(device if device.type == "cuda" else "cpu")
     predictor = Predictor(options.hardware) if options.hardware else own
@@ -207,7 +207,7 @@ def _build_cost(
     num_ranks = groups[0].num_ranks if groups else 1
     environment = find_environment(device, topology=f"ranks {num_ranks}")
     if options.hardware is not None and not options.measure:
-        # The plan is for ``options.hardware``, not for this machine: use its times of any versions.
+        # Use times measured on ``options.hardware``, not this machine, by any software version.
         topology = f"ranks {max(group_sizes(graph), default=1)}"
         environment = Environment(device=options.hardware.name, versions="", topology=topology)
     table = ProfileTable(None, environment)
@@ -219,7 +219,7 @@ def _build_cost(
             raise ValueError(f"profiles ({path}) must be a file unless measure is set")
         table = ProfileTable(path, environment, offline=not options.measure)
 
-    # ``share`` raises an error of rank 0, such as a missing file, on all ranks.
+    # ``share`` runs ``read`` on rank 0. If that fails, for example without a file, all ranks raise.
     groups[0].share("profiles", read) if groups else read()
     begin_s = time.perf_counter()
     keys = curve_keys(groups)
@@ -238,7 +238,7 @@ def _build_cost(
 
 
 def reserve_sms(graph: fx.Graph, sm_margins: tuple[int, int], *, in_all: bool = False) -> None:
-    """Replace GEMMs in all-to-alls' overlap windows, or all GEMMs, by GEMMs that leave SMs free.
+    """Let GEMMs leave SMs free: those between an all-to-all's start and wait, or all (``in_all``).
 
     The graph must be in its final order, and GEMMs keep their node and its place. A GEMM with
     unusual arguments, or inside another operator, is not changed.
@@ -261,7 +261,7 @@ def reserve_sms(graph: fx.Graph, sm_margins: tuple[int, int], *, in_all: bool = 
         else:
             continue
         node.target, node.kwargs = gemm_with_carveout, {}
-        node.meta.pop("eager_input_vals", None)  # describes arguments of the replaced operator
+        node.meta.pop("eager_input_vals", None)  # stale: arguments of the replaced operator
     graph.lint()
 
 
@@ -274,7 +274,7 @@ def _find_dense(node: fx.Node) -> tuple[Any, ...] | None:
 
 
 def _find_grouped(node: fx.Node) -> tuple[Any, ...] | None:
-    """Return (left or a new transpose of it, right, group ends) of a grouped GEMM; else None."""
+    """Return (left, right, group ends) of a grouped GEMM, or None; may add a transpose of left."""
     name, args = operator_name(node), node.args
     if name == "aten::_grouped_mm":
         ends = args[2] if len(args) == 3 else node.kwargs.get("offs")

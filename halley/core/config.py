@@ -8,7 +8,7 @@ from halley.core.validation import check_fields, show_name
 
 
 _MAX_SIZE = 2**31 - 1  # kernels and dispatch plans index rows with 32-bit integers
-_MAX_SEED = 2**63 - 1  # torch.Generator takes 64-bit seeds
+_MAX_SEED = 2**63 - 1  # largest signed 64-bit integer
 
 
 def _require(condition: bool, name: str, value: object, rule: str) -> None:
@@ -93,7 +93,7 @@ class MoEConfig:
     top_k: int
     intermediate_size: int  # of one expert, F
     activation: Activation = "swiglu"
-    expert_bias: bool = False  # experts have biases (GPT-OSS)
+    expert_bias: bool = False  # whether experts have biases, as in GPT-OSS
     shared_intermediate_size: int = 0  # of all shared experts together; 0 for none
     shared_gate: bool = False  # multiply the shared experts' output by a sigmoid gate (Qwen2-MoE)
     router: RouterConfig = RouterConfig()
@@ -152,7 +152,7 @@ class ModelConfig:
         _require_sizes(self, *names, "moe_interval")
         _require_sizes(self, "dense_intermediate_size", least=0)
         _require_divisible(self, "num_heads", self.num_kv_heads, divisor_name="num_kv_heads")
-        size = self.head_dim  # rotary embeddings rotate pairs of dimensions
+        size = self.head_dim  # even, because rotary embeddings rotate pairs of dimensions
         _require(size >= 2 and size % 2 == 0, "head_dim", size, "even, >= 2")
         _require_sizes(self, "head_dim")
         _require_positive(self, "rope_theta", "norm_eps")
@@ -186,7 +186,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW or plain SGD, with linear warm-up and then cosine decay of the learning rate."""
+    """Options of AdamW or plain SGD, with linear warm-up and cosine decay of the learning rate."""
 
     kind: Literal["adamw", "sgd"] = "adamw"
     learning_rate: float = 1e-3
@@ -196,7 +196,7 @@ class OptimizerConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    clip_norm: float = 1.0  # largest global gradient norm; 0 does not clip
+    clip_norm: float = 1.0  # gradients are scaled down to this global norm at most; 0 never scales
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="optimizer.")
@@ -245,10 +245,10 @@ class CheckpointConfig:
     It writes to ``<output>/checkpoints``, also at its end, and before SIGINT or SIGTERM ends it.
     """
 
-    every_minutes: float = 10.0  # 0 writes none by time
-    every_steps: int = 0  # 0 writes none by steps
-    keep: int = 2  # number of complete checkpoints to keep
-    resume: bool = True  # from the newest complete checkpoint; false refuses a folder with any
+    every_minutes: float = 10.0  # minutes between checkpoints; 0 for none by time
+    every_steps: int = 0  # steps between checkpoints; 0 for none by steps
+    keep: int = 2  # number of newest complete checkpoints to keep
+    resume: bool = True  # resume from the newest checkpoint; if false, a folder with any is refused
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="checkpoint.")

@@ -3,9 +3,9 @@
 A comment at an entry says where Halley's model lacks a part of the published model. Such an entry
 has no ``hf_family``: it serves benchmarks, and its weights cannot be exported.
 
-Balance coefficients are the published ones. Halley's loss is 1 for each balanced layer, while
-Hugging Face pools the layers and counts each of the K choices. For an equal effect, multiply the
-coefficient by K and divide it by the number of layers.
+Balance coefficients that an entry sets are the published ones. Halley's loss is 1 for each
+balanced layer, while Hugging Face pools the layers and counts each of the K choices. For an equal
+effect, multiply the coefficient by K and divide it by the number of layers.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from halley.core.config import ModelConfig, MoEConfig, RouterConfig, RunConfig
 from halley.core.validation import Table, build, read_text, show, show_name, unknown_name
 
 
-_MAX_BYTES = 2**16  # of a configuration file; usual ones have some thousand bytes
-_MAX_DOTS = 200  # on a line; the time of tomllib is quadratic in the dots of a key
+_MAX_BYTES = 2**16  # largest configuration file; usual ones have a few thousand bytes
+_MAX_DOTS = 200  # most dots on a line; tomllib takes quadratic time in the dots of a key
 
 _MODELS = (
     # For tests and demos, with the equations of Qwen3-MoE.
@@ -104,18 +104,18 @@ NAMED_MODELS: dict[str, ModelConfig] = {model.name: model for model in _MODELS}
 
 
 def find_model(name: str) -> ModelConfig:
-    """Return the model of that name; for an unknown name, raise a ``ValueError`` that lists all."""
+    """Return a named model's configuration; raise a ``ValueError`` with all names if unknown."""
     if name not in NAMED_MODELS:
         raise ValueError(unknown_name(name, NAMED_MODELS, what="model"))
     return NAMED_MODELS[name]
 
 
 def load_config(path: Path | None, *, overrides: list[str]) -> RunConfig:
-    """Return a run's configuration from a TOML file (None: defaults, model "tiny"), with overrides.
+    """Return a run's configuration: defaults, changed by a TOML file if any, then by overrides.
 
-    ``model`` is a table with ``name``, one of ``NAMED_MODELS``, and any fields to change. A string
-    is short for a table with that name. ``overrides`` are texts such as ``"train.num_steps=100"``;
-    a value that is not TOML is a string.
+    ``model`` is a table with ``name``, one of ``NAMED_MODELS`` ("tiny" if it is left out), and any
+    fields to change. A string is short for a table with that name. ``overrides`` are texts such as
+    ``"train.num_steps=100"``; a value that is not TOML is a string.
 
     A file that is missing or not TOML, an unknown key (the message suggests a similar one), and a
     value that has the wrong type or breaks a rule are a ``ValueError``.
@@ -158,7 +158,7 @@ def _apply_override(table: Table, text: str) -> None:
     *parents, last = key.split(".")
     for parent in parents:
         child = table.setdefault(parent, {})
-        if isinstance(child, str) and parent == "model":  # "model=NAME" is short for a table
+        if isinstance(child, str) and parent == "model":  # model=NAME is short for model.name=NAME
             child = table[parent] = {"name": child}
         if not isinstance(child, dict):
             rule = f"must name a key below a table, {show_name(parent)} is none"

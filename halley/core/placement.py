@@ -1,4 +1,4 @@
-"""Expert placement: which experts each rank holds, and to which replica each slot is sent.
+"""Describe which experts each rank holds, and choose to which copies of experts tokens are sent.
 
 A replica is the copy of an expert on one of several ranks. Strategies treat replicas as experts.
 Replicas are numbered rank by rank, and each rank holds the same number of them. In this file, C is
@@ -26,8 +26,8 @@ from halley.core.validation import (
 )
 
 
-_VERSION = 1  # of the files of counts and of placements
-_MAX_BYTES = 16 * 2**20  # 61 layers of 32,767 replicas take 13 MB
+_VERSION = 1  # format version of the files of counts and of placements
+_MAX_BYTES = 16 * 2**20  # largest file; 61 layers of 32,767 replicas take 13 MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class _CountsFile:
 def write_counts(
     path: Path, counts_ME: Sequence[Sequence[int]], *, first_step: int, last_step: int
 ) -> None:
-    """Write to JSON how many slots chose each expert of each MoE layer in a range of steps."""
+    """Write to JSON how often tokens chose each expert of each MoE layer, in a range of steps."""
     steps = {"first_step": first_step, "last_step": last_step}
     table = {"version": _VERSION, **steps, "counts": [list(counts_E) for counts_E in counts_ME]}
     draft = path.with_name(f"{path.name}.tmp")
@@ -50,7 +50,7 @@ def write_counts(
 
 
 def read_counts(path: Path) -> list[list[float]]:
-    """Read from a JSON file how many slots chose each expert of each MoE layer; return ``(M, E)``.
+    """Return how often tokens chose each expert of each MoE layer: M lists of E, from a JSON file.
 
     The file is one of ``write_counts``, or a JSON list of numbers (one layer) or of lists of
     numbers (one list per layer). A negative count, layers with different numbers of experts, and a
@@ -92,7 +92,7 @@ def _check_number(value: object, *, where: str) -> float:
 class _PlacementFile:
     version: int
     num_experts: int
-    layers: tuple[tuple[tuple[int, ...], ...], ...]  # experts of each rank of each layer
+    layers: tuple[tuple[tuple[int, ...], ...], ...]  # expert ids by layer, then by rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class ExpertPlacement:
 
     @staticmethod
     def plain(num_experts: int, *, num_ranks: int) -> "ExpertPlacement":
-        """Return the placement without replicas: rank w holds the w-th contiguous range of ids."""
+        """Return the placement without replicas: rank w holds the w-th range of expert ids."""
         _check_num_experts(num_experts)
         check_type(num_ranks, int, name="num_ranks")
         num_local = local_experts(num_experts, ep_size=num_ranks)
@@ -243,7 +243,7 @@ def load_placements(
 
 
 def _build(cls: type[Record], value: object, *, where: str, command: str) -> Record:
-    """Check the version of a file that ``halley <command>`` wrote; build ``cls`` from its JSON."""
+    """Check the version in the parsed JSON of ``halley <command>``, and build ``cls`` from it."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be a table with a version")
     version = cast(Table, value).get("version")

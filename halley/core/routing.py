@@ -1,4 +1,4 @@
-"""Sort slots, count rows and plan dispatches; divide experts into tensor-parallel shards.
+"""Sort slots (choices of tokens), plan dispatch, and divide experts into tensor-parallel shards.
 
 Nothing here communicates. With tensor parallelism, several ranks share an expert, each with a shard
 of its weights: a slice of the intermediate size, which is itself an expert. Each token goes to all
@@ -19,14 +19,14 @@ _BYTE = 256  # number of values of a one-byte key
 
 
 def count_tokens_per_expert(topk_idx_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return the number of slots of each expert, ``(E,)`` int64, without dropped slots.
+    """Return the number of slots (token choices) of each expert, ``(E,)`` int64, except dropped.
 
     Example: with idx [[0, 2], [2, -1]] and 4 experts the counts are [1, 0, 2, 0].
     """
     idx_N = topk_idx_TK.flatten()
     counts_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=idx_N.device)
-    # Not index_add_: Inductor lowers index_add_ to a serial sum that takes 0.5 ms on a GPU.
-    counts_E.scatter_add_(0, idx_N % (num_experts + 1), torch.ones_like(idx_N))  # DROPPED goes to E
+    # DROPPED (-1) counts at E. Not index_add_: Inductor makes it a serial sum, 0.5 ms on a GPU.
+    counts_E.scatter_add_(0, idx_N % (num_experts + 1), torch.ones_like(idx_N))
     return counts_E[:num_experts]
 
 
@@ -141,7 +141,7 @@ def order_by_expert(
     counts_LW = np.ascontiguousarray(counts_WL.T)
     arrival_end_WL = counts_WL.cumsum().reshape(counts_WL.shape)
     expert_end_LW = counts_LW.cumsum().reshape(counts_LW.shape)
-    # All rows of a (source, expert) pair move by its end in order of expert minus its arrival end.
+    # Rows of a (source, expert) pair move by its end in order of expert minus its end on arrival.
     shift_WL = expert_end_LW.T - arrival_end_WL
     rows_R = np.arange(num_recv, dtype=np.int32)
     np.subtract(rows_R, np.repeat(shift_WL.T, counts_LW.ravel()), out=orders[0], casting="unsafe")
@@ -155,7 +155,7 @@ class ShardedDim:
     """The dimension, of size F or 2F, along which tensor-parallel ranks divide an expert weight."""
 
     dim: int  # counted from the end, below 0
-    parts: int  # matrices stacked in it (2 for gate and up); each of them is divided
+    parts: int  # number of matrices stacked along ``dim`` (2 for gate and up); each is divided
 
     def shard(self, weight: torch.Tensor, *, tp_rank: int, tp_size: int) -> torch.Tensor:
         """Return the shard of a complete weight that rank ``tp_rank`` of ``tp_size`` ranks holds.
@@ -166,7 +166,7 @@ class ShardedDim:
         return divided.select(self.dim - 1, tp_rank).flatten(self.dim - 1, self.dim)
 
     def unstack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a view with a new dimension for stacked gate and up; if not stacked, the weight.
+        """Return a view that gives stacked gate and up a new dimension; if not stacked, the weight.
 
         Example: (L, 2F, D) becomes (L, 2, F, D), and a shard is a slice of the dimension F.
         """

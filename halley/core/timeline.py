@@ -22,12 +22,12 @@ from halley.core.validation import check_type, parse_device
 
 Interval = tuple[float, float]
 _Moment = int | torch.cuda.Event
-_POLL_LASTS_S = 1.0  # a process counts as waiting for this time after a poll
+_POLL_LASTS_S = 1.0  # seconds after a ``poll`` in which a process counts as waiting
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """The time that a piece of work took on one stream of one rank, in microseconds.
+    """Start and duration of a piece of work on one stream of one rank, in microseconds.
 
     ``stream`` is a row of the timeline: "compute", "comm", "exposed" (the rank waits for
     communication), or any other name. Further compute streams are "compute 7" and so on. All spans
@@ -57,7 +57,7 @@ class CurrentOperation:
     name: str = ""  # of the operation that began last
     num_operations: int = 0
     wait_depth: int = 0  # number of open ``waiting`` contexts, one inside the other
-    polled_s: float = -_POLL_LASTS_S  # clock at the last ``poll``
+    polled_s: float = -_POLL_LASTS_S  # ``time.monotonic`` at the last ``poll``
 
     @property
     def is_waiting(self) -> bool:
@@ -72,9 +72,9 @@ class CurrentOperation:
     def waiting(
         self, name: str, inside: AbstractContextManager[object] | None = None
     ) -> AbstractContextManager[object]:
-        """Return a context that marks the process as waiting for other ranks in operation ``name``.
+        """Return a context that begins operation ``name`` and marks this process as waiting in it.
 
-        ``inside`` is another context to enter and leave together with this one.
+        A nested context begins no operation. ``inside`` is a context to enter and leave with it.
         """
         return _Wait(self, name, inside or nullcontext())
 
@@ -90,7 +90,7 @@ class CurrentOperation:
 @final
 @dataclass(eq=False)
 class _Wait:
-    # A class, not a generator: each collective enters it, and a generator context takes longer.
+    # A class, because each collective enters this context, and a generator's context is slower.
     operation: CurrentOperation
     name: str
     inside: AbstractContextManager[object]
@@ -129,7 +129,7 @@ class Recorder:
         check_type(enabled, bool, name="enabled")
         self._rank = rank
         self.enabled = enabled
-        self.sent_bytes = 0  # to other ranks, by all exchanges of rows so far
+        self.sent_bytes = 0  # bytes sent to other ranks by ``ops/exchange.py`` so far
         self._marks: list[tuple[str, str, _Moment, _Moment]] = []  # name, stream, start, end
 
     def span(self, name: str, *, stream: str = "compute") -> AbstractContextManager[object]:
@@ -155,7 +155,7 @@ class Recorder:
         return nullcontext()
 
     def collect(self) -> list[Span]:
-        """Wait for the device; return spans since the last call by start time, the first at 0."""
+        """Wait for the device; return spans since the last call by start; the first starts at 0."""
         marks, self._marks = self._marks, []
         if not marks:
             return []
@@ -206,14 +206,14 @@ def union(spans: Iterable[Span]) -> list[Interval]:
 
 
 def union_us(spans: Iterable[Span]) -> float:
-    """Return the total time in which at least one span runs."""
+    """Return the total time in which at least one span runs, in microseconds."""
     return sum(end_us - start_us for start_us, end_us in union(spans))
 
 
 def subtract(intervals: list[Interval], cover: list[Interval]) -> list[Interval]:
     """Return the parts of ``intervals`` outside ``cover``; both arguments come from ``union``."""
     uncovered: list[Interval] = []
-    first = 0  # a cover that ends before an interval ends before the later intervals too
+    first = 0  # items of ``cover`` before this index end before ``start_us``
     for start_us, end_us in intervals:
         while first < len(cover) and cover[first][1] <= start_us:
             first += 1
@@ -229,7 +229,7 @@ def subtract(intervals: list[Interval], cover: list[Interval]) -> list[Interval]
 
 
 def waited_us(spans: Iterable[Span]) -> float | None:
-    """Return how long a rank waited for communication, or None if its layers record no waits.
+    """Return the us that a rank waited for communication, or None if its layers record no waits.
 
     Layers that communicate inside kernels or compiled graphs record no waits. The waits of their
     step for gradient sums and replicas alone would be misleading.

@@ -31,9 +31,9 @@ from halley.core.validation import check_choice, check_type
 
 
 Activation = Literal["swiglu", "gelu"]
-# Activations that a fused layer saves for backward: "all" is the input rows of the experts and the
-# input of the activation, "inputs" each received row once, "recompute" none (backward dispatches
-# the rows again).
+# Tensors that a fused layer saves for backward: "all" saves the input rows of the experts and the
+# input of the activation, "inputs" each received token once, "recompute" nothing (backward
+# dispatches the tokens again).
 Save = Literal["all", "inputs", "recompute"]
 MAX_EXPERTS = 2**15 - 1  # sort keys are int16
 DROPPED = -1  # expert id of a slot beyond an expert's capacity
@@ -163,7 +163,7 @@ class Task:
     name: str  # unique in the list of tasks
     stream: str
     duration_us: float  # the time that the task takes alone
-    needs: tuple[str, ...] = ()  # names of tasks, of any rank, that end before this one starts
+    needs: tuple[str, ...] = ()  # names of tasks, of any rank, that must end before this one
     rank: int = 0
 
 

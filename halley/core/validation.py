@@ -21,7 +21,7 @@ from typing import Never, cast
 import torch
 
 
-MAX_DEPTH = 32  # nesting of lists and objects; Halley's own files have at most 5 levels
+MAX_DEPTH = 32  # deepest nesting of lists and objects; Halley's own files have at most 5 levels
 
 Table = dict[str, object]
 Record = typing.TypeVar("Record")
@@ -71,7 +71,7 @@ def check_type(value: typing.Any, kind: typing.Any, *, name: str) -> None:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         check_choice(value, arguments, name=name)
-    elif origin is types.UnionType or origin is typing.Union:  # str | None
+    elif origin is types.UnionType or origin is typing.Union:  # such as ``str | None``
         if not isinstance(value, arguments[1:]):
             check_type(value, arguments[0], name=name)
     elif origin is tuple:
@@ -144,7 +144,7 @@ def unknown_name(
 
 
 def _convert(value: typing.Any, kind: typing.Any, *, name: str) -> object:
-    """Return a parsed TOML or JSON value as the type of a dataclass field, or raise ValueError."""
+    """Convert a parsed TOML or JSON value to the type of a dataclass field, or raise ValueError."""
     if dataclasses.is_dataclass(kind):
         return build(cast(type[object], kind), value, prefix=f"{name}.")
     if typing.get_origin(kind) is tuple:
@@ -184,7 +184,7 @@ def _hints(cls: type[object]) -> dict[str, object]:
 
 
 def parse_device(device: object, *, types: tuple[str, ...] = ("cpu", "cuda")) -> torch.device:
-    """Return a device, given itself or by name; its type, such as "cuda", must be in ``types``.
+    """Return a ``torch.device``, given one or its name; its type must be one of ``types``.
 
     A name that torch does not know, or a device of another type, is a ``ValueError``.
     """
@@ -266,7 +266,7 @@ def _read_bytes(path: Path, *, what: str, max_bytes: int) -> bytes:
     try:
         # Without O_NONBLOCK, opening a pipe blocks until another process opens it for writing.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except ValueError as error:  # a null character
+    except ValueError as error:  # the path has a null character
         raise ValueError(f"{what} ({str(path)!r}) must be a readable file: {error}") from error
     with os.fdopen(descriptor, "rb") as file:
         info = os.fstat(descriptor)
@@ -275,7 +275,7 @@ def _read_bytes(path: Path, *, what: str, max_bytes: int) -> bytes:
         if not stat.S_ISREG(info.st_mode):
             kind = "Is a directory" if stat.S_ISDIR(info.st_mode) else "Not a regular file"
             raise ValueError(f"{what} ({path}) must be a readable file: {kind}")
-        content = file.read(max_bytes + 1)  # files of /proc have a size of 0 but content
+        content = file.read(max_bytes + 1)  # files of /proc have an ``st_size`` of 0
     if len(content) > max_bytes:
         num_bytes = max(info.st_size, len(content))
         raise ValueError(f"{what} ({path}) must have at most {max_bytes} bytes and has {num_bytes}")

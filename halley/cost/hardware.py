@@ -18,16 +18,16 @@ _MATMUL_SIZE = 4096
 class Hardware:
     """Rates of one device and of the links between the devices of one host."""
 
-    name: str  # the device name of the driver
+    name: str  # start of the device name that the driver reports; "cpu" for a CPU
     gemm_flops_per_s: float  # of a large bfloat16 matmul (float32 on a CPU)
     # Dense bfloat16 rate of the vendor's data sheet, the denominator of MFU; None if none exists.
     peak_flops_per_s: float | None
     memory_bytes_per_s: float  # of a large copy, bytes read plus bytes written
-    fused_bytes_per_s: float  # the same for kernels that a compiler fuses, which also compute
+    fused_bytes_per_s: float  # the same rate of kernels fused by Inductor, which also compute
     link_bytes_per_s: float  # of an all-to-all, bytes out of each device
     link_latency_us: float  # time of the shortest all-to-all
     launch_us: float  # host time to launch one operation of an eager layer
-    kernel_us: float  # time of the shortest kernel and the gap before the next one
+    kernel_us: float  # time of the shortest kernel plus the gap before the next one
     graph_us: float = 0.0  # host time from the call of a compiled graph to its first operator
     # Host time for a compiled graph to call one operator. The launch of a kernel that Inductor
     # generates takes a third of it.
@@ -92,7 +92,7 @@ KNOWN = (H200, H100, A100)
 
 
 def find_hardware(device: str) -> Hardware:
-    """Return the ``Hardware`` whose name is a prefix of ``device``; ``ValueError`` if none is."""
+    """Return the ``Hardware`` of a device name like "NVIDIA H200"; ``ValueError`` if unknown."""
     for hardware in KNOWN:
         if device.startswith(hardware.name):
             return hardware
@@ -112,14 +112,14 @@ class Predictor:
     def grouped_gemm_us(
         self, num_rows: float, num_groups: int, *, inner: int, outer: int, itemsize: int
     ) -> float:
-        """Predict a grouped GEMM of ``num_rows`` rows in total by ``num_groups`` matrices."""
+        """Predict the us of a grouped GEMM: ``num_rows`` rows in total, ``num_groups`` matrices."""
         compute_s = 2.0 * num_rows * inner * outer / self.hardware.gemm_flops_per_s
         num_bytes = itemsize * (num_rows * (inner + outer) + num_groups * inner * outer)
         memory_s = num_bytes / self.hardware.memory_bytes_per_s
         return max(compute_s, memory_s) * 1e6 + self.hardware.launch_us
 
     def all_to_all_us(self, num_bytes: float) -> float:
-        """Predict an all-to-all in which each rank sends ``num_bytes`` in total to its peers."""
+        """Predict the us of an all-to-all: each rank sends ``num_bytes`` in total to its peers."""
         return self.hardware.link_latency_us + num_bytes / self.hardware.link_bytes_per_s * 1e6
 
     def memory_us(self, num_bytes: float, *, num_ops: int = 1) -> float:
@@ -154,7 +154,7 @@ def peak_flops_per_s(device: torch.device) -> float | None:
 
 
 def _measure_matmul(device: torch.device) -> float:
-    """Return the FLOP/s of the fastest of five square bfloat16 matmuls."""
+    """Return the FLOP/s of a square bfloat16 matmul, the fastest of five runs."""
     size = _MATMUL_SIZE
     left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     best_s = float("inf")
@@ -175,7 +175,7 @@ class Environment:
     # Versions of torch, and on GPUs of CUDA and NCCL. The value "" matches all versions, and all
     # devices whose names start with ``device``.
     versions: str
-    topology: str = ""  # of the ranks, such as "ranks 8"; only times of collectives depend on it
+    topology: str = ""  # of the ranks, such as "ranks 8"; matters for collectives only
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -188,7 +188,7 @@ class Environment:
 
 
 def find_environment(device: torch.device, *, topology: str = "") -> Environment:
-    """Return device, versions and topology of this process, to store with times measured here."""
+    """Return the ``Environment`` of this process, to store with times measured on ``device``."""
     name, versions = device.type, f"torch {torch.__version__}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

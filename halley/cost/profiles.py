@@ -26,13 +26,13 @@ from halley.cost.simulate import Contention
 _MAX_FILE_BYTES = 64 * 2**20  # of a file of profiles, whose lines have about 300 bytes
 _WARMUP = 10
 _COUNT = 10
-_FLUSH_BYTES = 64 * 2**20  # larger than the L2 cache of any GPU
-_BUSY_CYCLES = 1_000_000  # keep the GPU busy for 0.5 ms, so that the host launches ahead of it
+_FLUSH_BYTES = 64 * 2**20  # larger than the L2 cache of an A100, H100 or H200
+_BUSY_CYCLES = 1_000_000  # of the GPU, about 0.5 ms, in which the host launches the timed run
 _TRIALS = 5
 # Of the numbers of reserved SMs whose slowdown is within 2 % of the least, the smallest is chosen:
 # with more reserved SMs, some GEMMs would need one more wave of CTAs.
 _AS_GOOD = 1.02
-_GEMMS_PER_COLLECTIVE = 2  # GEMM time over collective time, so that GEMMs overlap all of it
+_GEMMS_PER_COLLECTIVE = 2  # total GEMM time over collective time: GEMMs should end last
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Curve:
             raise ValueError(f"points' microseconds ({least_us}) must be above 0")
 
     def at(self, num_bytes: float) -> float:
-        """Return the us of ``num_bytes``: interpolated; constant below the points, linear above."""
+        """Interpolate the time in us of ``num_bytes``: constant below the points, linear above."""
         sizes = [size for size, _ in self.points]
         if num_bytes <= sizes[0]:
             return self.points[0][1]
@@ -73,7 +73,7 @@ class Curve:
         return last_us + max(0.0, last_us - before_us) / (last - before) * (num_bytes - last)
 
 
-class Work(Protocol):  # the used part of torch.distributed.Work
+class Work(Protocol):  # the methods of torch.distributed.Work that are used here
     def is_completed(self) -> bool: ...
     def wait(self) -> object: ...
 
@@ -99,7 +99,7 @@ def measure_us(run: Callable[[], object], *, device: torch.device) -> float:
 def measure_curve(
     run: Callable[[int], object], sizes: Sequence[int], *, device: torch.device
 ) -> Curve:
-    """Measure the time of a collective for several sizes in bytes, ascending; call on all ranks.
+    """Measure the ``Curve`` of a collective at ascending ``sizes`` in bytes; call on all ranks.
 
     ``run`` runs the collective, given the number of bytes that each rank sends.
     """
@@ -130,7 +130,7 @@ def measure_contention(
     for num_sms in reserved_sms:
         run, trials = partial(gemm, num_sms), list[tuple[float, float]]()
         for _ in range(_TRIALS):
-            exchange().wait()  # synchronises the ranks: a late rank would make the next one slow
+            exchange().wait()  # synchronises the ranks: a late rank would slow the timed exchange
             if device.type == "cuda":
                 trials.append(_overlap_on_gpu(run, exchange, num_gemms))
             else:
@@ -146,7 +146,7 @@ def measure_contention(
 def _overlap_on_cpu(
     gemm: Callable[[], object], exchange: Callable[[], Work]
 ) -> tuple[float, float]:
-    """Run GEMMs until a collective has ended; return their number and the microseconds passed."""
+    """Start a collective, run GEMMs until it ends; return the number of GEMMs and the us passed."""
     begin = time.perf_counter_ns()
     work, count = exchange(), 0
     while not work.is_completed():
@@ -160,7 +160,7 @@ def _overlap_on_cpu(
 def _overlap_on_gpu(
     gemm: Callable[[], object], exchange: Callable[[], Work], num_gemms: int
 ) -> tuple[float, float]:
-    """Run GEMMs beside a collective; return how many fit (fractional) and the collective's us."""
+    """Run GEMMs beside a collective; return its time as a number of GEMMs (float), and in us."""
     side = torch.cuda.Stream()
     begin, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(num_gemms)]
@@ -184,7 +184,7 @@ def _overlap_on_gpu(
 
 
 def run_us(run: Callable[[], object], device: torch.device) -> float:
-    """Return the microseconds of one run, by CUDA events on a GPU, else by the wall clock."""
+    """Call ``run`` once; return its us, by CUDA events on a GPU, else by the wall clock."""
     if device.type != "cuda":
         begin_ns = time.perf_counter_ns()
         run()
@@ -247,7 +247,7 @@ class _ContentionLine:
 
 @final
 class ProfileTable:
-    """Measured times of operators, time curves of collectives, and contention, of one environment.
+    """Measured operator times, a ``Curve`` per collective, and contention, in one ``Environment``.
 
     ``contention``, and the times and curves of missing keys, are None. Added values replace earlier
     ones, and are appended to the file.
@@ -279,7 +279,7 @@ class ProfileTable:
         return self._curves.get(key)
 
     def measure(self, key: str, run: Callable[[], object], *, device: torch.device) -> float | None:
-        """Return an operator's us from the table; if missing, measure it, or None if offline."""
+        """Return an operator's us; if missing, measure it and add it, or return None if offline."""
         if key not in self._times_us and not self.offline:
             self.add_time(key, measure_us(run, device=device))
         return self._times_us.get(key)

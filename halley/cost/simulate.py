@@ -12,7 +12,7 @@ from halley.core.validation import check_choice, check_fields
 
 _COMM = "comm"
 HOST = "host"
-_ROUNDING_US = 1e-6  # a task with less remaining time has ended: subtractions leave such errors
+_ROUNDING_US = 1e-6  # a task with at most this time left has ended: subtractions are inexact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,8 @@ class Contention:
     reserved SMs (``ops.sm_carveout``).
     """
 
-    compute: float = 1.0  # time of computation beside communication over its time alone
-    comm: float = 1.0  # time of communication beside computation over its time alone
+    compute: float = 1.0  # computation time during communication, divided by its time alone
+    comm: float = 1.0  # communication time during computation, divided by its time alone
     sm_margin: int = 0  # SMs that dense GEMMs leave free for communication
     grouped_sm_margin: int = 0  # SMs that grouped GEMMs leave free for communication
 
@@ -105,7 +105,7 @@ def _simulate_contention(tasks: Sequence[Task], contention: Contention) -> list[
 def _rate(
     lane: tuple[int, str], running: Iterable[tuple[int, str]], contention: Contention
 ) -> float:
-    """Return the speed of the task in ``lane`` beside those in ``running``; alone it is 1.0."""
+    """Return a task's speed in ``lane`` (rank, stream) beside lanes ``running``; 1.0 if alone."""
     rank, stream = lane
     is_comm = stream == _COMM
     overlaps = stream != HOST and any(
@@ -115,7 +115,7 @@ def _rate(
 
 
 def makespan_us(tasks: list[Task]) -> float:
-    """Return the end of the last task in microseconds; 0 for no tasks."""
+    """Simulate tasks without contention; return the latest end in us, or 0 for no tasks."""
     return max((span.end_us for span in simulate(tasks)), default=0.0)
 
 
@@ -153,7 +153,7 @@ class GraphTime:
 
 
 def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[Task]:
-    """Return simulator tasks for the operations of a graph that are launched in the given order.
+    """Return simulator tasks for a graph whose operations are launched in the given order.
 
     No operation starts before the host has launched it. At the launch of a collective, its stream
     waits for the compute stream. So it starts after all computation that was launched before, even
@@ -163,11 +163,11 @@ def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[T
     """
     tasks: list[Task] = []
     last_compute = last_read = ""
-    ends: dict[int, tuple[str, ...]] = {}  # tasks that produce the result of an operation
+    ends: dict[int, tuple[str, ...]] = {}  # by operation: names of the tasks that make its result
     for index in order:
         operation, name = operations[index], operations[index].name
         needs = tuple(dict.fromkeys(end for need in operation.needs for end in ends[need]))
-        if operation.role == "free":  # its result is there when its own needs have ended
+        if operation.role == "free":  # takes no time: its result is ready when its needs are
             ends[index] = needs
             continue
         stream = _COMM if operation.role == "start" else "compute"
@@ -191,7 +191,7 @@ def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[T
 def graph_spans(
     operations: Sequence[Operation], order: Sequence[int], contention: Contention = NO_CONTENTION
 ) -> list[Span]:
-    """Simulate operations launched in an order; return the device's spans that are not empty."""
+    """Simulate operations launched in ``order``; return spans above 0 us, without the host's."""
     spans = simulate(graph_tasks(operations, order), contention)
     return [span for span in spans if span.duration_us > 0.0 and span.stream != HOST]
 

@@ -24,17 +24,17 @@ from typing import final
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 
-USER_ERROR = 2  # exit code for a mistake of the user; the rank prints the message
+USER_ERROR = 2  # exit code for a mistake of the user; the message about it is already printed
 READER_GONE = 141  # 128 + SIGPIPE: exit code after a closed output, as in `halley ... | head -1`
 FAILURES_VARIABLE = "HALLEY_FAILURES"
 
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun, which prints the file
-_MAX_SHOWN = 4  # causes that are printed, since a hundred ranks may report as many
+_MAX_SHOWN = 4  # most causes that are printed; a hundred ranks may have a hundred causes
 _MAX_DETAILS = 20_000  # most characters of a traceback that are reported
 _POLL_S = 0.1
 _KILL_AFTER_S = 5.0  # time from SIGTERM to SIGKILL
 _SIGNAL_PATIENCE_S = 600.0  # time for ranks to save a checkpoint after the first signal
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)  # that ask to end or to pause
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)  # signals that ask to end or pause
 _HINT_AFTER_S = 3.0  # time after a signal until the launcher prints that it waits
 
 # This script sets PR_SET_PDEATHSIG and then executes a rank, so that Linux kills the rank when
@@ -52,12 +52,12 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The failure that a rank reports to its launcher before it ends."""
+    """A failure that a process reports to its launcher or its user before the process ends."""
 
     text: str  # a message of one line
     rank: int | None  # None for a process without a launcher
-    is_mistake: bool = False  # the user can avoid it by another command, configuration or file
-    details: str = ""  # a traceback to show above the line
+    is_mistake: bool = False  # True if another command, configuration or file avoids the failure
+    details: str = ""  # a traceback to print above ``text``
 
     def format(self) -> str:
         """Return the failure as the text that the user sees, with a newline at the end."""
@@ -68,7 +68,7 @@ class Failure:
 
 
 def tell_failure_from_thread(text: str) -> None:
-    """Report a one-line failure to the launcher, else on stderr, while the main thread hangs."""
+    """Report a one-line failure to the launcher, else on stderr, even if the main thread hangs."""
     failure = Failure(text=text, rank=_own_rank())
     if FAILURES_VARIABLE in os.environ and _tell_launcher(failure):
         return
@@ -104,7 +104,7 @@ class FailureReader:
     """Prints the failures that ranks append to a file: each cause once, at most four causes."""
 
     def __init__(self, path: Path) -> None:
-        """Create the empty file, whose path ``launch`` gives to ranks in ``FAILURES_VARIABLE``."""
+        """Create the empty file; ``launch`` passes its path to ranks in an environment variable."""
         path.touch()
         self.path = path
         self.ranks: set[int] = set()  # ranks that have reported a failure
@@ -112,7 +112,7 @@ class FailureReader:
         self._position = 0
 
     def show_new(self) -> None:
-        """Print failures since the last call whose cause is new; at most four causes in all."""
+        """Print new failures in the file, each cause once, at most four causes over all calls."""
         with self.path.open("rb") as file:
             file.seek(self._position)
             for line in file:
@@ -122,7 +122,7 @@ class FailureReader:
                 failure = Failure(**json.loads(line))
                 if failure.rank is not None:
                     self.ranks.add(failure.rank)
-                # Ranks with the same cause have the same text, except for their rank at its start.
+                # The texts of one cause are equal, except for "rank N " at the start of some.
                 cause = failure.is_mistake, failure.text.removeprefix(f"rank {failure.rank} ")
                 if cause in self._causes or len(self._causes) > _MAX_SHOWN:
                     continue
@@ -198,7 +198,7 @@ def _wait(
     failures: FailureReader,
     patience_s: float,
 ) -> int:
-    """Wait for all ranks, forward signals, print a failed rank; return the launcher's exit code."""
+    """Wait until all ranks end; forward signals, print failures; return the resulting exit code."""
     failed: int | None = None
     interrupted_by: int | None = None
     deadline_s = hint_s = math.inf
@@ -249,7 +249,7 @@ def _find_failure(codes: list[int | None]) -> int | None:
 
 
 def _report(rank: int, code: int, *, is_reported: bool) -> int:
-    """Print a failed rank's signal, or its code if unreported; return the launcher's exit code."""
+    """Print a failed rank's signal, or unexplained exit code; return the launcher's exit code."""
     if code < 0:
         name = f"signal {-code}"
         with suppress(ValueError):  # real-time signals have no name
@@ -277,7 +277,7 @@ def _environment(num_processes: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(max(1, _num_cores() // num_processes)),
         # At the default level, torch prints long C++ stack traces when the store is lost.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "KINETO_LOG_LEVEL": "99",  # the profiler prints its messages to stdout
+        "KINETO_LOG_LEVEL": "99",  # else the profiler prints messages to stdout
         **os.environ,  # the user's variables override those above
         "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),
@@ -294,7 +294,7 @@ def _num_cores() -> int:
 def signals_handled(
     numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
-    """Call ``handler`` for signals ``numbers`` in the block, if this is the main thread."""
+    """Handle signals ``numbers`` by ``handler`` in the ``with`` block, if in the main thread."""
     try:
         before = {number: signal.signal(number, handler) for number in numbers}
     except ValueError:  # signal handlers can be set in the main thread only

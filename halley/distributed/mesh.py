@@ -17,7 +17,7 @@ from halley.core.types import check_tp_size
 from halley.core.validation import check_choice, check_type
 
 
-# Size at which a gradient bucket is all-reduced: large for bandwidth, small for overlap.
+# A gradient bucket of this size is full and all-reduced: large for bandwidth, small for overlap.
 BUCKET_BYTES = 64 * 2**20
 
 
@@ -45,8 +45,8 @@ class ParallelGroups:
     # a group of their own, gradient sums overlap with all-to-alls.
     sums: dist.ProcessGroup | None = None
     mesh: DeviceMesh | None = None
-    # Mesh for expert weights. With ``tp_size`` above 1, "ep" is split into "ep" and "etp", along
-    # which ranks share experts.
+    # Mesh for expert weights. If ``tp_size`` is above 1, its "ep" is split into "ep" and "etp". The
+    # ranks along "etp" share experts.
     expert_mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
@@ -62,12 +62,12 @@ class ParallelGroups:
 
     @property
     def tp_rank(self) -> int:
-        """Index, from 0 to ``tp_size`` - 1, of the shard that this rank holds of each expert."""
+        """Index, 0 to ``tp_size`` - 1, of the shard that this rank holds of each of its experts."""
         return self.ep_rank % self.tp_size
 
 
 def build_groups(ep_size: int, *, device_type: str, tp_size: int = 1) -> ParallelGroups:
-    """Create the groups and mesh of all ranks of the default group, or of one process. Collective.
+    """Create the groups and meshes over the default group's ranks, if there is one. Collective.
 
     Args:
         ep_size: size of an expert-parallel group of consecutive ranks; 0 for all ranks. It must
@@ -197,7 +197,7 @@ def is_launched() -> bool:
 
 
 def check_launcher() -> None:
-    """Raise ``ValueError`` if a launcher's variables (RANK, ...) are wrong or incomplete."""
+    """Raise ``ValueError`` if a launcher's environment variables are wrong or incomplete."""
     given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     if not given:
         return
@@ -229,14 +229,14 @@ def _read_number(name: str, *, least: int, below: int | None = None) -> int:
 
 
 def pick_device(choice: str) -> torch.device:
-    """Return this rank's device: "cpu", "cuda" (that of LOCAL_RANK), or "auto" for CUDA if any."""
+    """Return this rank's device for "cpu", "cuda" (GPU LOCAL_RANK) or "auto" (CUDA if any)."""
     if choice not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device ({choice}) must be one of auto, cpu, cuda")
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if choice == "cpu" or (choice == "auto" and num_devices == 0):
         return torch.device("cpu")
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if local_size > num_devices:  # equal on all ranks of a host, so that all raise
+    if local_size > num_devices:  # both are equal on all ranks of a host, so all raise
         raise ValueError(f"nproc ({local_size}) must be at most the number of GPUs ({num_devices})")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
@@ -261,11 +261,11 @@ def join_world(device_choice: str, *, timeout_s: float = 600.0) -> Iterator[Worl
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore("world", store),  # World.store has no prefix
+        store=PrefixStore("world", store),  # keeps its keys apart from those of World.store
         rank=rank,
         world_size=num_ranks,
         timeout=datetime.timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
     yield World(rank=rank, num_ranks=num_ranks, device=device, store=store)
-    dist.destroy_process_group()  # not in a ``finally`` block: it would wait for lost ranks
+    dist.destroy_process_group()  # not in ``finally``: after an error, it waits for lost ranks

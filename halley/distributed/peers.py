@@ -27,9 +27,9 @@ Key = TypeVar("Key", bound=Hashable)
 _REPORT_WAIT_S = 3.0  # time to wait for other ranks' reports after a failed collective
 _HOST_STAYS_S = 1.0  # extra wait of rank 0, because its process may host the store
 _ANSWER_WAIT_S = 10.0  # a store is lost if it does not answer within this time
-_VERDICT_MARGIN_S = 2.0  # other ranks wait longer than rank 0, which compares values
+_VERDICT_MARGIN_S = 2.0  # extra wait of the other ranks, because rank 0 first compares the values
 _POLL_S = 0.02
-_FOLDER_OPERATION = "work on the run's folder"  # name of the operation in messages
+_FOLDER_OPERATION = "work on the run's folder"  # in messages of on_rank_zero and on_all_ranks
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -40,7 +40,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def group_ranks(values: Mapping[int, Key]) -> dict[Key, list[int]]:
-    """Return a dict from each value to the ranks that have it; ``values`` has one per rank."""
+    """Return a dict from each value to the ranks that have it; ``values`` maps ranks to values."""
     ranks_of: dict[Key, list[int]] = {}
     for rank, value in values.items():
         ranks_of.setdefault(value, []).append(rank)
@@ -48,14 +48,14 @@ def group_ranks(values: Mapping[int, Key]) -> dict[Key, list[int]]:
 
 
 def time_limit(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of a group's store, which is that of ``init_process_group``."""
+    """Return the timeout of a group's store; ``init_process_group`` sets it on stores it makes."""
     store: Any = group.get_group_store()  # the type stubs lack ``timeout``
     return store.timeout
 
 
 @final
 class Collective:
-    """A context for one collective: an error of NCCL or gloo becomes one that names ranks.
+    """A context for one collective: an error of NCCL or gloo becomes an error that names ranks.
 
     The RuntimeError names the ranks that failed, their operations, and the ranks that sent no
     report. ``operation`` names the collective; the group is None for a single process.
@@ -216,13 +216,13 @@ def _difference(what: str, values_W: list[dict[str, str]], *, names: list[int]) 
             shown = ", ".join(f"{v} on {name_ranks(ranks)}" for v, ranks in ranks_of.items())
             title = "the layer" if name == "what" else name
             found.append(f"{title} ({shown})")
-            if name == "what":  # values of different layers are not comparable
+            if name == "what":  # the values of different layers need not be equal
                 break
     return f"{'; '.join(found)} must be the same on all ranks that run {what} together"
 
 
 def _name_failure(error: RuntimeError, operation: str, *, group: dist.ProcessGroup) -> RuntimeError:
-    """Return a new error: reason of ``error``, ranks failed in other operations, silent ranks."""
+    """Return an error that cites ``error`` and names ranks that failed elsewhere or are silent."""
     names, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     count = CURRENT_OPERATION.num_operations
     lines = str(error).splitlines() or [type(error).__name__]

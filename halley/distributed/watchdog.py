@@ -37,10 +37,10 @@ from halley.distributed.peers import group_ranks, name_ranks, rank_and_size, tim
 EXIT_LOST_PEER = 75  # EX_TEMPFAIL of sysexits.h: the run may succeed when started again
 
 _LEFT = 1 << 40  # a rank that leaves adds this to its heartbeat counter, which never grows so large
-_ASK_GPU_AFTER_S = 5.0  # time without a new operation until a rank asks its GPU for unfinished work
+_ASK_GPU_AFTER_S = 5.0  # time without a new operation until a rank asks if its GPU is busy
 _LOST = "lost "  # start of a verdict about lost ranks
 _FINISHED = "its training was over"
-_COLLECTIVES = "torch.distributed.distributed_c10d"  # module of blocking functions
+_COLLECTIVES = "torch.distributed.distributed_c10d"  # with gloo, its functions wait for ranks
 _NUM_BEATS_ALIVE = 4  # heartbeats after an error that show that a rank is not lost
 
 
@@ -104,14 +104,14 @@ class Watchdog:
         self._rank, self._num_ranks = rank, num_ranks
         self._interval_s, self._timeout_s, self._grace_s = interval_s, timeout_s, grace_s
         self._deadlock_s, self._stall_s = deadlock_s, stall_s
-        self._linger_s = 2 * interval_s + 1.0  # time for other ranks to read the store
+        self._linger_s = 2 * interval_s + 1.0  # time for the others to read the store of rank 0
         self._store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
         self._beat_counters = [0] * num_ranks
-        self._num_beats = [0] * num_ranks  # rounds in which a rank's counter had changed
-        self._num_silent = [0] * num_ranks  # rounds since a rank's counter last changed
+        self._num_beats = [0] * num_ranks  # calls of _exchange that saw a new heartbeat
+        self._num_silent = [0] * num_ranks  # calls of _exchange in a row without a new heartbeat
         self._reports: list[_Report | None] = [None] * num_ranks
-        self._num_unchanged = [0] * num_ranks  # rounds since a rank's report last changed
-        self._num_unanswered = 0  # rounds since the store last answered
+        self._num_unchanged = [0] * num_ranks  # how often in a row a rank's report was the same
+        self._num_unanswered = 0  # intervals (``interval_s``) since the store last answered
         self._explained: BaseException | None = None  # last result of ``explain``
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._exit_reasons: dict[int, str] = {}
@@ -125,7 +125,7 @@ class Watchdog:
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None = None, **options: float) -> Self:
-        """Create the watchdog of this rank in a process group; None for the default group.
+        """Create this rank's watchdog in a process group; ``group`` None means the default group.
 
         ``options`` are the times of ``Watchdog``; the default of ``stall_s`` is 0.9 of the group's
         time limit. A missing default group is a RuntimeError.
@@ -172,7 +172,7 @@ class Watchdog:
         self._heartbeat_thread.join(timeout=2 * self._linger_s)
 
     def explain(self, error: Exception) -> RuntimeError:
-        """Wait for a verdict, up to 2 * ``timeout_s``; return an error to raise, not ``error``.
+        """Look for lost ranks for up to 2 * ``timeout_s``; return an error that replaces ``error``.
 
         It names the lost rank and the step. If no rank is lost, it repeats ``error`` and adds the
         operations of the ranks if they differ.
@@ -270,14 +270,14 @@ class Watchdog:
         if self._rank != 0 and self._store.check(["verdict"]):
             self._verdict = self._store.get("verdict").decode()
             return
-        # Silence is counted in rounds, not in seconds, so that a suspended job can continue.
+        # Silence is counted in calls of _exchange, not in seconds, so a suspended job can continue.
         limit = self._timeout_s / self._interval_s
         silent = [
             f"rank {peer} (no heartbeat for {self._timeout_s:g} s)"
             for peer in range(self._num_ranks)
             if peer not in self._exit_reasons and self._num_silent[peer] >= limit
         ]
-        # A rank that ended normally counts as lost only if a collective of this rank has failed.
+        # A rank that ended normally counts as lost only if this rank has an error to explain.
         departed = [
             f"rank {peer} (rank {peer} ended early: {exit_reason})"
             for peer, exit_reason in sorted(self._exit_reasons.items())
@@ -324,7 +324,7 @@ class Watchdog:
             time.sleep(0.05)
 
     def _end_if_lost(self) -> None:
-        """End the process ``grace_s`` after a verdict, from a thread, as the main one may hang."""
+        """Wait in a thread for a verdict; ``grace_s`` later, end the process, as it may hang."""
         thread = self._heartbeat_thread
         while thread.is_alive() and not self._stopped.is_set() and self._verdict is None:
             thread.join(timeout=self._interval_s)

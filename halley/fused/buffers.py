@@ -26,7 +26,7 @@ _TOKEN_MULTIPLE = 64  # grown buffers hold a multiple of this number of tokens
 
 
 class BufferShape(NamedTuple):
-    """Sizes and dtype of a layer, equal on all ranks; layers with equal ones share buffers."""
+    """Sizes and dtype of a layer, equal on all ranks; layers with the same values share buffers."""
 
     hidden_size: int
     num_experts: int
@@ -77,7 +77,7 @@ class Workspace:
             torch.cuda.get_device_properties(device).multi_processor_count - reserved_sms
         )
         on_gpu = device.type == "cuda"
-        # Evaluation may make the workspace; training could not write tensors of inference mode.
+        # Evaluation may make the workspace, and training cannot write tensors of inference mode.
         with torch.inference_mode(mode=False):
             self.status = torch.zeros(STATUS_WORDS, dtype=torch.int64, device=device)
             self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
@@ -106,11 +106,11 @@ class Workspace:
 
     @property
     def symmetric_bytes(self) -> int:
-        """Number of bytes of this rank's buffers that kernels of other ranks read and write."""
+        """Number of bytes of this rank's buffers that kernels of other ranks read or write."""
         return sum(tensor.local.nbytes for tensor in self._symmetric)
 
     def context(self, layout: Layout | None = None) -> KernelContext:
-        """Return buffers and settings for a pass's launches; None is the layout of new plans."""
+        """Return buffers and settings for a pass's kernels; ``layout`` None: that of new plans."""
         routing, send, combine, dweights = self._symmetric
         return KernelContext(
             layout=layout or self.layout,
@@ -128,7 +128,7 @@ class Workspace:
         )
 
     def begin_pass(self) -> None:
-        """Raise a reported failure; then let the current stream wait for the last pass's stream.
+        """Raise a kernel's failure, or let the current stream wait for the stream of the last pass.
 
         After a failure the workspace stays unusable, because the ranks may have run different
         numbers of passes.
@@ -138,8 +138,8 @@ class Workspace:
         device, previous = self.heap.device, self._stream
         if previous is None or current_stream(device.index) == previous.cuda_stream:
             return
-        # The previous stream may still use ``rows_RD``. A captured graph cannot wait for it: the
-        # caller orders the replays of a graph.
+        # The previous stream may still use ``rows_RD``. A captured graph cannot wait for that
+        # stream, so the caller must order the replays of a graph.
         if not torch.cuda.is_current_stream_capturing():
             self._stream = torch.cuda.current_stream(device)
             self._stream.wait_stream(previous)
@@ -155,8 +155,8 @@ class Workspace:
         return [self.status, self.counters, self.host_status, self.rows_RD, *symmetric]
 
     def check(self) -> None:
-        """Raise a ``RuntimeError`` if a kernel has reported a failure; so do all later calls."""
-        if self._host_words[0]:  # words of host_status, see ``kernels/peer.py``
+        """Raise a ``RuntimeError`` if a kernel of this workspace has ever reported a failure."""
+        if self._host_words[0]:  # the failure code, see ``kernels/peer.py``
             check(self.host_status, rank=self.heap.rank, timeout_s=self.timeout_s)
 
     def read_plan(self, up_LGD: torch.Tensor | None = None, *, part: int = 0) -> PlanSize:
@@ -294,7 +294,7 @@ class Workspaces:
         if config is None:
             self._tuned = ConfigTable.load(device, num_ranks=self.num_ranks, tp_size=tp_size)
         self.handle = next(_next_handle)
-        with torch.inference_mode(mode=False):  # training writes the token after inference
+        with torch.inference_mode(mode=False):  # so that training can write the token
             self.ordering_token = torch.zeros(1, dtype=torch.int32, device=device)
         self._limits = {"max_load": max_load, "timeout_s": timeout_s, "reserved_sms": reserved_sms}
         self._heap: AbstractSymmHeap | None = None
@@ -303,7 +303,7 @@ class Workspaces:
         _BY_HANDLE[self.handle] = self
 
     def num_experts(self, num_local: int) -> int:
-        """Return the number of experts of all ranks if each holds (shards of) ``num_local``."""
+        """Return how many experts all ranks hold if each holds ``num_local`` experts or shards."""
         return num_local * self.num_ranks // self.tp_size
 
     def find(
@@ -372,7 +372,7 @@ class Workspaces:
         self._by_shape[shape] = Workspace(
             shape,
             heap=self._heap,
-            config=by_rank[0][1],  # of the first rank, because the layout of records depends on it
+            config=by_rank[0][1],  # that of rank 0: all ranks need the same layout of records
             max_tokens=most_tokens,
             plan_ids=self._plan_ids,
             **self._limits,

@@ -31,19 +31,19 @@ class KernelConfig:
     ``weight`` is that of the weight-gradient GEMMs; its ``block_k`` divides ``block_m``.
     """
 
-    num_programs: int = 0  # SMs that a persistent launch uses; 0 means all
-    block_m: int = 128  # rows of a tile of all GEMMs but those of the weight gradients
+    num_programs: int = 0  # SMs that a persistent launch uses; 0 means all but the reserved SMs
+    block_m: int = 128  # rows of an output tile of every GEMM
     up: GemmTile = field(default_factory=GemmTile)
     down: GemmTile = field(default_factory=GemmTile)
     down_grad: GemmTile = field(default_factory=lambda: GemmTile(num_stages=3))
     up_grad: GemmTile = field(default_factory=GemmTile)
     weight: GemmTile = field(default_factory=lambda: GemmTile(run=0, num_stages=3))
     combiners_beside: int = 1  # combining CTAs on each SM that run beside the GEMM's CTAs
-    combiners_after: int = 3  # further ones for each SM, which begin when GEMM CTAs have ended
+    combiners_after: int = 3  # combining CTAs per SM that begin when CTAs of the GEMM have ended
     fetch_elements: int = 2048  # elements that a warp has in flight while it fetches rows
     combine_rows: int = 8  # token copies that a combining CTA sums at once; divides ``TASK_ROWS``
-    combine_stages: int = 1  # pipeline stages of this sum; 1 loads all rows of a copy at once
-    chunk_columns: int = 512  # a power of two, and a multiple of ``block_n`` of the second GEMMs
+    combine_stages: int = 1  # stages of the loop that sums; 1 loads all rows of a copy at once
+    chunk_columns: int = 512  # of a chunk; a power of two, multiple of the second GEMMs' block_n
     sum_rows: int = 8  # tokens of one task of the sum at the source rank
 
     def fetch_block(self, hidden_size: int, *, num_warps: int) -> tuple[int, int]:
@@ -117,7 +117,7 @@ def _by_name(config: KernelConfig) -> dict[str, int]:
 
 VERSION = 2
 PATH_VARIABLE = "HALLEY_KERNEL_CONFIG"
-_MAX_BYTES = 16 * 2**20  # a line has about 2,000
+_MAX_BYTES = 16 * 2**20  # of a file, whose lines have about 2,000 bytes
 _WHAT = "tuned kernel configurations"
 
 
@@ -140,7 +140,7 @@ class TunedShape:
             raise ValueError(f"num_tokens ({self.num_tokens}) must be at least 0")
 
     def distance(self, other: "TunedShape") -> float:
-        """Return abs(log2) of the ratio of two shapes' tokens; inf if any other field differs."""
+        """Return abs(log2) of the ratio of the token counts; inf if the shapes differ otherwise."""
         mine, others = asdict(self) | {"num_tokens": 0}, asdict(other) | {"num_tokens": 0}
         if mine != others:
             return math.inf
@@ -155,7 +155,7 @@ class TunedConfig:
     settings: tuple[str, ...]  # those that differ from the defaults of the device
     median_us: float  # of forward and backward with these settings
     default_us: float  # of forward and backward with the defaults, in the same run
-    sweeps: dict[str, dict[str, float]]  # for each tuned setting, the time by value
+    sweeps: dict[str, dict[str, float]]  # us of each value ("": unchanged), by group of settings
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -166,7 +166,7 @@ class TunedConfig:
 
 
 def config_path() -> Path:
-    """Return the path of tuned configurations: ``HALLEY_KERNEL_CONFIG`` or a file in ~/.cache."""
+    """Return the file of tuned configurations: $HALLEY_KERNEL_CONFIG, else a file in ~/.cache."""
     default = default_path().with_name("kernel_config.jsonl")
     return Path(os.environ.get(PATH_VARIABLE) or default)
 
@@ -213,7 +213,7 @@ class ConfigTable:
         return cls(config_path(), environment)
 
     def find(self, shape: TunedShape, *, base: KernelConfig) -> KernelConfig:
-        """Return ``base`` with settings tuned for this shape or its nearest token count, if any."""
+        """Return ``base`` with settings tuned for this shape at the nearest token count, if any."""
         near = min(self.found, key=lambda each: each.shape.distance(shape), default=None)
         if near is None or math.isinf(near.shape.distance(shape)):
             return base

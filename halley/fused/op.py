@@ -39,7 +39,7 @@ from halley.ops.library import define
 
 @final
 class LayerParts:
-    """Holds the weight-gradient operands of all parts of a layer, and multiplies them once.
+    """Keeps weight-gradient operands of all parts of a layer; computes the weight gradients once.
 
     A layer part is one call of the fused kernels for some of a layer's tokens; ``hierarchical``
     runs layers in parts. Weight gradients of each part would read and write the gradients of all
@@ -77,7 +77,7 @@ class LayerParts:
     def weight_gradients(
         self, needed: tuple[bool, bool], main_grads: MainGrads
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Compute both projections' gradients (or None) over all parts, and release the operands.
+        """Return both projections' gradients (or None) over all parts, and release the operands.
 
         The gradient of a projection is None if ``needed`` is false, or if it was added to the
         buffer of ``main_grads``.
@@ -202,8 +202,8 @@ class _FusedExperts(torch.autograd.Function):
             raise RuntimeError("gradients of fused layers have no gradients: create_graph is True")
         plan_id, *saved = ctx.saved_tensors
         inputs = [gradients[0], *saved]
-        # Unless the graph is retained, ``inputs`` then holds the only references to the saved rows.
-        # So ``run_backward`` can free them after their last use.
+        # After the next two lines, only ``inputs`` refers to the saved rows, unless the graph is
+        # retained. So ``run_backward`` can free them after their last use.
         ctx.maybe_clear_saved_tensors()
         del saved
         if ctx.parts is not None:
@@ -225,7 +225,7 @@ def _run_part_backward(ctx: Any, plan_id: int, inputs: list[Any]) -> Any:
     operands = ctx.parts.begin_backward(ctx.index, plan, plan_id, dtype=saved.dtype)
     if ctx.save == "all":
         operands[3].copy_(saved)
-    del saved  # ``run_backward`` can then free it
+    del saved  # so that ``run_backward`` can free it if ``save`` is "inputs"
     inputs += operands
     options = BackwardOptions(ctx.gated, ctx.fused, ctx.save, False, False, keeps_operands=True)
     return run_backward(ctx.workspaces, plan_id, inputs, options, (None, None))
@@ -326,7 +326,7 @@ def _backward_op(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
     gradients = launch_token_gradients(workspace, layout, [dy, *tensors], options)
     if save != "all":
         return gradients
-    # With save "all" the rows are an input, which an operator must not return: return an empty one.
+    # The rows of save "all" are an input, which no operator may return: use an empty tensor.
     return gradients._replace(rows_RD=dy.new_empty(0, dy.shape[1]))
 
 

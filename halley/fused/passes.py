@@ -97,15 +97,15 @@ def run_forward(workspaces: Workspaces, call: LayerCall, *, part: int = 0) -> La
         if not size.needed_tokens:
             break
         del results
-        workspace.grow_tokens(size.needed_tokens)  # all ranks read the same number
+        workspace.grow_tokens(size.needed_tokens)  # all ranks read the same number, so all grow
     if size.num_rows > len(workspace.rows_RD):
         workspace.grow_rows(size.num_rows)
     copies_fit = call.save != "inputs" or size.num_copies <= predicted.num_copies
-    # With too small predicted sizes the GEMM kernels did nothing; before a first plan none ran.
+    # If predicted sizes were too small, the GEMM kernels did nothing; before a first plan none ran.
     if not (results and copies_fit and size.num_rows <= predicted.num_rows):
         del results  # frees memory for the tensors that replace them
         results = _launch_gemms(workspace, call, plan, size)
-    if not call.x_TD.is_cuda:  # interpreted kernels have finished
+    if not call.x_TD.is_cuda:  # interpreted kernels have finished, so failures are known
         workspace.check()
     y_TD, rows, pre_RG = results
     # Saved tensors get their sizes from the plan, not from ``predicted``. Activation checkpointing
@@ -192,17 +192,17 @@ class BackwardOptions(NamedTuple):
     save: Save
     needs_up: bool
     needs_down: bool
-    keeps_operands: bool = False  # write weight-gradient operands to given buffers, no gradients
+    keeps_operands: bool = False  # write weight-gradient operands to buffers, skip their GEMMs
 
 
 class TokenGradients(NamedTuple):
     """Gradients of tokens and routing weights, and operands of the weight-gradient GEMMs."""
 
-    dx_TD: torch.Tensor  # of this rank's tokens
-    dweights_TK: torch.Tensor  # of their routing weights, float32
-    dpre_RG: torch.Tensor  # of the first GEMM's outputs
+    dx_TD: torch.Tensor  # gradients of this rank's tokens
+    dweights_TK: torch.Tensor  # gradients of their routing weights, float32
+    dpre_RG: torch.Tensor  # gradients of the first GEMM's outputs
     weighted_RF: torch.Tensor  # activations times routing weights
-    dy_RD: torch.Tensor  # of the layer's output, one row for each expert of a token
+    dy_RD: torch.Tensor  # gradients of the layer's output, one row for each expert of a token
     rows_RD: torch.Tensor  # input rows of the first GEMM
 
 
@@ -345,7 +345,7 @@ def launch_token_gradients(
         fused=options.fused,
         weight_gradients=(dweight_RJ, topk_idx_TK, dweights_TK),
     )
-    if not dy_TD.is_cuda:  # interpreted kernels have finished
+    if not dy_TD.is_cuda:  # interpreted kernels have finished, so failures are known
         workspace.check()
     return TokenGradients(dx_TD, dweights_TK, dpre_RG, weighted_RF, dy_RD, rows_RD)
 
@@ -373,7 +373,7 @@ def _recompute(
         context,
         plan,
         x_RD=rows_RD,
-        h_RF=saved.new_empty(num_rows, up_LGD.shape[1] // (2 if gated else 1)),  # not used
+        h_RF=saved.new_empty(num_rows, up_LGD.shape[1] // (2 if gated else 1)),  # written, not read
         pre_RG=pre_RG,
         up_LGD=up_LGD,
         gated=gated,

@@ -33,14 +33,14 @@ from halley.ops.kernels.launch import (
 Results: TypeAlias = Sequence[torch.Tensor | None]
 _Range: TypeAlias = tuple[int, int]  # first address, number of bytes
 _MAX_RECORDINGS = 512
-_STEPS = 64  # row counts are rounded in steps of 1/128 to 1/64 of the count
+_STEPS = 64  # large row counts are rounded in steps of 1/128 to 1/64 of the count
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSize:
     """Sizes of a dispatch plan that the host needs to allocate tensors."""
 
-    num_rows: int  # of this rank's experts, padded to whole tiles, at least one tile
+    num_rows: int  # rows of this rank's experts, padded to whole tiles
     num_copies: int  # length of the fetch list, with its unused entries
     needed_tokens: int = 0  # the most tokens of a rank if the buffers are too small, else 0
 
@@ -55,11 +55,11 @@ class PlanSizes:
 
     def __init__(self, block_m: int, *, fixed: PlanSize | None) -> None:
         self.block_m, self.fixed = block_m, fixed
-        self.last = PlanSize(num_rows=0, num_copies=0)  # of any layer
-        self.by_layer: Any = WeakIdKeyDictionary()  # torch gives its methods no types
+        self.last = PlanSize(num_rows=0, num_copies=0)  # size of the newest plan of any layer
+        self.by_layer: Any = WeakIdKeyDictionary()  # Any, because torch gives its methods no types
 
     def predict(self, up_LGD: torch.Tensor, *, part: int = 0) -> PlanSize:
-        """Predict a plan's size: 1/64 above this layer part's last, else any layer's, rounded up.
+        """Predict a plan's size: this layer part's last, else any layer's, plus 1/64, rounded up.
 
         Before the first plan it is 0 rows; with ``max_load`` it is always the size ``fixed``.
         """
@@ -94,7 +94,7 @@ def rows_with_margin(num_rows: int, *, multiple: int) -> int:
 
 
 def round_up_rows(num_rows: int, *, multiple: int) -> int:
-    """Round a row count up to a multiple of ``multiple``, or coarser, by up to 1/64, if large."""
+    """Round a row count up to a multiple of ``multiple``; if large, in steps up to 1/64 of it."""
     num_tiles = -(-num_rows // multiple)
     step = 1 << max(0, (num_tiles // _STEPS).bit_length() - 1)
     return -(-num_tiles // step) * step * multiple
@@ -159,7 +159,7 @@ def release(inputs: list[Any], index: int) -> None:
 
 
 def share_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether some of the tensors overlap in memory, as in ``y.backward(x)``."""
+    """Return whether tensors overlap in memory, as gradient and input do in ``y.backward(x)``."""
     ranges = sorted(_range_of(tensor) for tensor in tensors if tensor.numel())
     return any(begin + size > after for (begin, size), (after, _) in pairwise(ranges))
 
@@ -189,9 +189,9 @@ class _LaunchStep:
     """One recorded kernel launch, and the tensors on whose addresses its parameters depend."""
 
     launch: DirectLaunch
-    prepared: PreparedLaunch  # its parameters
-    allocations: list[_Allocation] = field(default_factory=list)  # used by no earlier launch
-    frees: list[int] = field(default_factory=list)  # slots of tensors that nothing uses later
+    prepared: PreparedLaunch  # the launch with its parameters
+    allocations: list[_Allocation] = field(default_factory=list)  # made before the launch
+    frees: list[int] = field(default_factory=list)  # slots of tensors to free after the launch
     # For each pointer: number of the parameter, slot of the tensor, byte offset in the tensor.
     addresses: list[tuple[int, int, int]] = field(default_factory=list)
     # For each TMA map: the same three numbers as in ``addresses``, argument number, descriptor.
@@ -299,7 +299,7 @@ class Recording:
             offset = tensor.data_ptr() - self._slots[slot][0]
             if isinstance(arg, TensorDescriptor):
                 desc = object.__new__(TensorDescriptor)
-                desc.__dict__.update(arg.__dict__, base=None)  # does not keep the memory alive
+                desc.__dict__.update(arg.__dict__, base=None)  # base would keep the memory alive
                 step.maps.append((place, slot, offset, index, desc))
             else:
                 step.addresses.append((place, slot, offset))

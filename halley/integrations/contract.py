@@ -44,8 +44,8 @@ class LocalExperts:
     ``core.types.DTYPES``. It is None if no strategy can run these experts.
     """
 
-    num_local: int  # L
-    function: ExpertsFunction  # the framework's code, for experts that no strategy runs
+    num_local: int  # L, the number of experts of this rank
+    function: ExpertsFunction  # the framework's code, for experts that the strategy cannot run
     stacked: Experts | None = None
     reason: str = ""  # why ``stacked`` is None ("the activation is ReLU"); else ""
 
@@ -197,7 +197,7 @@ class ExpertRunner:
             group = None
         on_gpu = "nccl" in dist.get_backend(group) if group else torch.cuda.is_available()
         device = torch.device(f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu")
-        with device:  # not "meta", on which a framework may build its layers
+        with device:  # replaces "meta" as default, on which frameworks may build layers
             return self._find_strategy(group, device)
 
     def _find_strategy(
@@ -214,16 +214,16 @@ class ExpertRunner:
 
 @torch.compiler.assume_constant_result
 def _allows_unknown_sizes() -> bool:
-    """Return the fake mode's ``shape_env.allow_dynamic_output_shape_ops``; False without a mode.
+    """Return whether the traced graph may have data-dependent sizes; False outside of tracing.
 
-    Dynamo sets it with ``fullgraph``: then a graph may have data-dependent sizes.
+    With ``fullgraph``, Dynamo sets ``allow_dynamic_output_shape_ops`` of the ``shape_env``.
     """
     mode = detect_fake_mode()
     return mode is not None and getattr(mode.shape_env, "allow_dynamic_output_shape_ops", False)
 
 
 def find_problem(experts: Experts, strategy: AbstractStrategy, *, top_k: int) -> str:
-    """Return why a strategy cannot run these experts, or "" if it can; the same on all ranks."""
+    """Return why a strategy cannot run these experts, or ""; the result is equal on all ranks."""
     return find_alignment_problem(experts) or strategy.find_problem(experts, top_k=top_k)
 
 
@@ -249,7 +249,7 @@ def _apply_function(
 
 
 def set_description(module: nn.Module, text: str) -> None:
-    """Set the attribute of a module that ``describe`` reads to a text on how its experts run."""
+    """Store in a module a description of how its experts run, which ``describe`` returns."""
     setattr(module, _DESCRIPTION, text)  # not by vars(module), whose writes Dynamo cannot trace
 
 
@@ -291,7 +291,7 @@ class Framework:
         return str(package.__version__)
 
     def import_names(self, modules: dict[str, str]) -> Any:
-        """Import names of the framework; return a namespace with them. ``modules``: name to module.
+        """Return a namespace with imported names; ``modules`` maps each name to its module.
 
         Warns if the version is too new. Raises ``ImportError`` if the framework is not installed,
         or lacks one of the names.

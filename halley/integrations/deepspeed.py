@@ -68,7 +68,7 @@ class HalleyMoELayer(_deepspeed.AutoEPMoELayer):
     Parameters, router and shared experts are AutoEP's. DeepSpeed runs layers that Halley cannot.
     """
 
-    runner: ExpertRunner  # shared by all layers; ``enable`` sets it in a subclass
+    runner: ExpertRunner  # shared by all layers of a subclass, in which ``enable`` sets it
 
     def __init__(self, spec: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(spec, *args, **kwargs)
@@ -134,7 +134,7 @@ class HalleyMoELayer(_deepspeed.AutoEPMoELayer):
 
 @cache
 def _layer_class(strategy: str, strict: bool) -> type[HalleyMoELayer]:
-    """Return the subclass of ``HalleyMoELayer`` with these options; equal options, same class.
+    """Return the subclass of ``HalleyMoELayer`` with these options; equal options give one class.
 
     While it replaces AutoEP's class, DeepSpeed finds the MoE layers of all engines, also of those
     made before, by ``isinstance`` with it.

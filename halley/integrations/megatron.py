@@ -1,4 +1,4 @@
-"""Run the MoE layers of Megatron-Core by a strategy of Halley; see docs/megatron.md.
+"""Run the routed experts of Megatron-Core by a strategy of Halley; see docs/megatron.md.
 
 ``enable(spec)`` returns a model spec with Halley's layers. ``megatron_experts.py`` has the weights.
 """
@@ -41,8 +41,8 @@ _mcore = FRAMEWORK.import_names(
 for _method in (_mcore.MoELayer.dispatch, _mcore.MoELayer.routed_experts_compute):
     FRAMEWORK.check_parameters(_method, "self", "hidden_states", "probs")
 
-# Fields of Megatron's configuration, and all values of each with which Halley can run a layer. A
-# field that a version lacks is no problem. None also stands for False, 0 and "".
+# Fields of Megatron's configuration, and the values of each that Halley supports. A field that the
+# installed version lacks is no problem. None also allows False, 0 and "".
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "expert_tensor_parallel_size": (1,),
     "expert_gtp_weight_remat_size": (1,),
@@ -62,7 +62,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
 
 
 def find_problem(config: Any) -> str:
-    """Return a text on the first setting that Halley cannot run, with the allowed values, or ""."""
+    """Return a message on the first setting that Halley does not support, or "" if none."""
     for name, accepted in _REQUIRED.items():
         found = getattr(config, name, accepted[0])
         if found not in accepted and (found or accepted != (None,)):
@@ -73,9 +73,9 @@ def find_problem(config: Any) -> str:
 
 @final
 class HalleyMoELayer(_mcore.MoELayer):
-    """Megatron's MoE layer with routed experts that are stacked and run by a strategy of Halley.
+    """Megatron's MoE layer; Halley runs its routed experts if ``find_problem`` finds no problem.
 
-    Router and shared experts are Megatron's; so is all else if ``find_problem`` finds a problem.
+    Router and shared experts are Megatron's; with a problem, so are the routed experts.
     Megatron's schedules call the phases of a layer one by one. Here ``routed_experts_compute``
     dispatches, computes and combines; the phases ``dispatch`` and ``combine`` return their inputs.
 
@@ -120,7 +120,7 @@ class HalleyMoELayer(_mcore.MoELayer):
     def routed_experts_compute(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Return each token's weighted sum of expert outputs, ``(T, D)``, and None for the bias.
+        """Dispatch, compute, combine: return ``(T, D)`` and None. Megatron runs unsupported layers.
 
         A collective of the expert-parallel group. Arguments as ``dispatch`` returns them: tokens,
         ``(T, D)``, and routing weights, ``(T, K)``.
@@ -140,7 +140,7 @@ class PassThroughDispatcher(_mcore.MoETokenDispatcher):
 
     def __init__(self, config: Any, pg_collection: Any) -> None:
         super().__init__(config, pg_collection)
-        # The batch-overlap schedule frees the inputs of a phase after it: phases return copies.
+        # With this option, Megatron frees a phase's inputs after the phase: phases return copies.
         self._inputs_are_freed = config.overlap_moe_expert_parallel_comm
         self._expert_ids_TK: torch.Tensor | None = None
         self._shape = torch.Size()
@@ -148,7 +148,7 @@ class PassThroughDispatcher(_mcore.MoETokenDispatcher):
     def dispatch_preprocess(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens ``(T, D)`` and routing weights ``(T, K)``; ``pop_expert_ids`` has the ids.
+        """Return tokens ``(T, D)`` and weights ``(T, K)``; store expert ids for ``pop_expert_ids``.
 
         ``tokens`` is ``(S, B, D)`` with T = S * B. ``routing_map``, ``(T, E)`` bool, has at most K
         experts of a token, and ``probs`` is 0 for the others.
@@ -161,13 +161,13 @@ class PassThroughDispatcher(_mcore.MoETokenDispatcher):
         return self.copy_if_freed(tokens.reshape(-1, tokens.shape[-1])), weights_TK
 
     def pop_expert_ids(self) -> torch.Tensor:
-        """Return the expert ids of the last ``dispatch_preprocess``, ``(T, K)``, and reset them."""
+        """Return the expert ids ``(T, K)`` of the last ``dispatch_preprocess``, and clear them."""
         ids_TK, self._expert_ids_TK = self._expert_ids_TK, None
         assert ids_TK is not None
         return ids_TK
 
     def copy_if_freed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the tensor if the schedule frees inputs of phases, else the tensor."""
+        """Return a copy if Megatron's schedule frees phase inputs, else the tensor itself."""
         return tensor.clone() if self._inputs_are_freed else tensor
 
     def token_dispatch(
@@ -179,7 +179,7 @@ class PassThroughDispatcher(_mcore.MoETokenDispatcher):
         return self.copy_if_freed(hidden_states)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the layer's outputs in the shape of its tokens, ``(S, B, D)``."""
+        """Return a view of the outputs, ``(T, D)``, in the layer's input shape ``(S, B, D)``."""
         return hidden_states.view(self._shape)
 
 
@@ -203,8 +203,8 @@ def enable(spec: Any, *, strategy: str = "auto", strict: bool = False) -> Any:
 
 
 def _replace_layers(part: Any, **options: Any) -> Any:
-    """Return a copy of part of a spec with Halley's MoE layers; the part itself if it has none."""
-    if isinstance(part, partial):  # an MoE layer since Megatron-Core 0.18
+    """Return ``part`` of a spec, or a copy with Halley's MoE layers if it has any MoE layers."""
+    if isinstance(part, partial):  # the form of an MoE layer since Megatron-Core 0.18
         if part.func is not _mcore.MoELayer:
             return part
         return partial(HalleyMoELayer, *part.args, **{**part.keywords, **options})
@@ -216,7 +216,7 @@ def _replace_layers(part: Any, **options: Any) -> Any:
         return part
     values = {field.name: getattr(part, field.name) for field in fields(part)}
     changed = {name: _replace_layers(value, **options) for name, value in values.items()}
-    if changed.get("module") is _mcore.MoELayer:  # an MoE layer before Megatron-Core 0.18
+    if changed.get("module") is _mcore.MoELayer:  # the form before Megatron-Core 0.18
         changed["module"] = HalleyMoELayer
         changed["params"] = {**(values["params"] or {}), **options}
     is_same = all(changed[name] is value for name, value in values.items())
@@ -259,7 +259,7 @@ def job_spec() -> Any:
     return enable(specs.get_gpt_decoder_layer_specs(job, **options)[0])
 
 
-# ``--spec`` of Megatron-LM takes a spec object, not a function: so the import makes the object.
+# Megatron-LM's ``--spec`` names a spec object, not a function: so the import makes the object.
 layer_spec = job_spec()
 
 

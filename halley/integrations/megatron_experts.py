@@ -68,7 +68,7 @@ class StackedExperts(_mcore.MegatronModule):
             self._initialize(on_cpu=on_cpu)
 
     def local_experts(self) -> LocalExperts:
-        """Return this rank's experts, with stacked weights or the reason why there are none."""
+        """Return this rank's experts: stacked weights, or why no strategy can run them."""
         reason = self._find_unsupported()
         stacked = None
         if not reason:
@@ -123,7 +123,7 @@ class StackedExperts(_mcore.MegatronModule):
                 partial(_stack, gated=gated),
                 replica,
             )
-            # Transformer Engine's layers store extra state of a matrix; other layers None, as here.
+            # Each matrix has an extra-state entry: None, except in Transformer Engine's layers.
             for index, (expert_prefix, offsets) in enumerate(places, start=first):
                 key = f"{layer}._extra_state"
                 extra = _mcore.make_sharded_object_for_checkpoint(
@@ -148,7 +148,7 @@ class StackedExperts(_mcore.MegatronModule):
                         method(weight[index])
 
     def _register_gradient_hooks(self) -> None:
-        """Register gradient hooks at the first call with grad mode on and ``main_grad`` present."""
+        """Hook both weights at the first call in grad mode after Megatron has set ``main_grad``."""
         ready = torch.is_grad_enabled() and hasattr(self.weight1, "main_grad")
         if ready and not self._has_gradient_hooks:
             self._has_gradient_hooks = True
@@ -188,14 +188,14 @@ class StackedExperts(_mcore.MegatronModule):
 
 
 def _ignore_extra_state(module: nn.Module, keys: Any) -> None:
-    """Remove keys of experts' extra state from a load's unexpected keys, so that it succeeds."""
+    """Remove experts' extra state from the unexpected keys of a load, so that strict loads pass."""
     for key in list(keys.unexpected_keys):
         if "experts.expert" in key and key.endswith("._extra_state"):
             keys.unexpected_keys.remove(key)
 
 
 def _register_gradient_hook(weight: nn.Parameter) -> None:
-    """Hook a weight: set ``grad`` to zeros when a kernel added the gradient to ``main_grad``.
+    """Hook a weight: set its ``grad`` to zeros if a kernel added the gradient to ``main_grad``.
 
     Megatron's overlapped gradient reduction asserts that ``grad`` is not None. The zeros are an
     expanded scalar, which takes no memory.
@@ -222,7 +222,7 @@ def _split(
     gated: bool,
     singleton: bool,
 ) -> list[Any]:
-    """Return checkpoint tensors of a stacked weight: per expert one, or gate and up if ``gated``.
+    """Return a stacked weight's checkpoint tensors: one per expert, or gate and up if ``gated``.
 
     Megatron passes the key of the factory, in front of which it may have added a prefix.
     """

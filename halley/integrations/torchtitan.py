@@ -23,7 +23,7 @@ from halley.integrations.contract import (
 __all__ = ["FRAMEWORK", "HalleyRoutedExperts", "describe", "enable", "halley"]
 
 FRAMEWORK = Framework(package="torchtitan", install="torchtitan", newest=(0, 3))
-_DTYPE = torch.bfloat16  # torchtitan's grouped GEMMs cast weights of any dtype to it
+_DTYPE = torch.bfloat16  # torchtitan's grouped GEMMs cast all weights to bfloat16; so does Halley
 
 _titan = FRAMEWORK.import_names(
     {
@@ -59,7 +59,7 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
         """torchtitan's configuration of routed experts, with Halley's options added."""
 
         strategy: str = "auto"  # a name that halley.build_strategy accepts, such as "fused:inputs"
-        strict: bool = False  # raise an error where the default warns once
+        strict: bool = False  # if Halley cannot run the experts: raise an error, not warn once
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -72,7 +72,7 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
             self._runner.check_supported(self._unsupported)
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Shard the experts as torchtitan does; ``ValueError`` unless ranks get equally many."""
+        """Shard experts as torchtitan does, prepare the runner; ``ValueError`` if shares differ."""
         mesh = parallel_dims.get_optional_mesh("ep")
         if mesh is not None:
             local_experts(self.inner_experts.num_experts, ep_size=mesh.size())

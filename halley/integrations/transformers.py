@@ -1,4 +1,4 @@
-"""Run the routed experts of Transformers models by Halley; see docs/transformers.md.
+"""Run the routed experts of Hugging Face Transformers by Halley; see docs/transformers.md.
 
 Call ``enable()`` before a model is loaded, or ``enable(model)`` after it is. Each version of
 Transformers accepts other expert code at another place: see ``ExtensionPoint``.
@@ -50,7 +50,7 @@ FRAMEWORK = Framework(
 _STYLE = "ep_dispatch_experts"  # Transformers' name of its parallel style for experts
 _DEFAULT = "auto"  # the ep_implementation of a model whose configuration names none
 _EXPERTS = "transformers.integrations.moe"
-# The module of Transformers' parallel styles since version 5.22, then that of older ones.
+# The module of Transformers' parallel styles since version 5.22, then that of older versions.
 _STYLES = ("transformers.distributed.expert_parallel", "transformers.distributed.tensor_parallel")
 # DistributedDataParallel skips the parameters whose names this attribute of the model lists.
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
@@ -72,12 +72,12 @@ class ExtensionPoint:
 
     version: str
     kind: Literal["ep_implementation", "parallel_style", "experts_function"]
-    experts: Any  # the module with ``ExpertsInterface``
-    parallel: Any  # the module of the registry or class; None for "experts_function"
+    experts: Any  # the Python module that has ``ExpertsInterface``
+    parallel: Any  # the Python module of the registry or class; None for "experts_function"
 
 
 def find_extension_point() -> ExtensionPoint:
-    """Return the extension point of the installed Transformers, by the classes that exist in it.
+    """Return the ``ExtensionPoint`` of the installed Transformers, detected by the classes it has.
 
     Raises:
         ValueError: Transformers is not installed, too old, or so new that these classes changed.
@@ -185,7 +185,7 @@ def disable() -> None:
 def _build_implementation(
     experts: nn.Module, ep_mesh: Any, tp_mesh: Any, *, runner: ExpertRunner, point: ExtensionPoint
 ) -> Any:
-    """Return the callable that runs an experts module: Halley's, or ``AutoEP`` if Halley cannot."""
+    """Return Halley's callable for an experts module; if unsupported, Transformers' ``AutoEP``."""
     problem = find_problem(experts)
     if not problem and point.parallel._uses_megamoe(experts):
         problem = f"experts module {type(experts).__name__} must not be deepgemm_megamoe's"
@@ -211,8 +211,8 @@ def _style_class(built_in: type, runner: ExpertRunner) -> type:
 
             def forward(hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
                 if spans_all_ranks and hasattr(module, "set_force_sum_reduction_for_comms"):
-                    # FSDP2 shards the experts over one rank here, and divides gradients itself.
-                    # Transformers 5.19 to 5.22 force a sum, which would divide them once more.
+                    # FSDP2's group has one rank here. Then FSDP2 divides gradients without a sum.
+                    # The sum that Transformers 5.19 to 5.22 force would divide them again.
                     module.set_force_sum_reduction_for_comms(False)
                 with self.context_around_forward(module, ep_mesh):
                     return dispatched(hidden_states, top_k_index, top_k_weights)
@@ -224,7 +224,7 @@ def _style_class(built_in: type, runner: ExpertRunner) -> type:
 
 
 def shard_model(model: nn.Module, group: Group, *, runner: ExpertRunner) -> list[str]:
-    """Divide a model's experts over ranks, make Halley run them; return divided parameters' names.
+    """Shard a model's experts in place and let Halley run them; return sharded parameters' names.
 
     Errors as for ``enable``.
     """
@@ -271,7 +271,7 @@ def full_state_dict(model: nn.Module, group: Group = None) -> dict[str, torch.Te
 
 
 def _resolve(group: Group) -> tuple[dist.ProcessGroup | None, int, int]:
-    """Return the process group, this rank in it and its size; None, 0, 1 if there is none."""
+    """Return (process group, rank, size); None gives the default group, or (None, 0, 1) if none."""
     if isinstance(group, DeviceMesh):
         group = group.get_group()
     if group is None and dist.is_initialized():
@@ -282,7 +282,7 @@ def _resolve(group: Group) -> tuple[dist.ProcessGroup | None, int, int]:
 
 
 def _divide(experts: Any, prefix: str, *, rank: int, ep_size: int) -> list[str]:
-    """Replace a module's parameters by this rank's shares; return their names in the model."""
+    """Reduce a module to this rank's experts, in place; return its parameters' full names."""
     num_local = local_experts(experts.num_experts, ep_size=ep_size)
     names: list[str] = []
     for name, parameter in list(experts.named_parameters(recurse=False)):
@@ -298,7 +298,7 @@ def _divide(experts: Any, prefix: str, *, rank: int, ep_size: int) -> list[str]:
 
 
 def register(strategy: str = "auto", *, strict: bool = False, default: bool = False) -> str:
-    """Deprecated form of ``enable`` without ``model``; here ``default`` is False."""
+    """Deprecated form of ``enable`` without ``model``; here ``default`` is False by default."""
     warn_deprecated("register", "halley.integrations.transformers.enable")
     return enable(strategy=strategy, strict=strict, default=default)
 

@@ -1,4 +1,4 @@
-"""Run one experts module of Transformers by a strategy: read its weights, and call the runner."""
+"""Read the weights of one experts module of Transformers, and run it by an ``ExpertRunner``."""
 
 from functools import partial
 from typing import Any, final
@@ -22,12 +22,12 @@ from halley.strategies.traceable import find_one_rank_problem, run_on_one_rank
 
 # Transformers' decorator ``use_experts_implementation`` sets these attributes on each module.
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-# Names of SiLU and of GELU, each: class of Transformers, class of torch, function of torch.
+# Names of SiLU and GELU: the class in Transformers, the class in torch, the function in torch.
 _SILU, _GELU = ("SiLUActivation", "SiLU", "silu"), ("GELUActivation", "GELU", "gelu")
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether a module has all ``_FLAGS``: then Transformers' experts interface runs it."""
+    """Return whether a module has the attributes that Transformers sets on experts modules."""
     return all(hasattr(module, flag) for flag in _FLAGS)
 
 
@@ -63,7 +63,7 @@ def find_unsupported(module: nn.Module) -> str:
 
 
 def read_experts(module: nn.Module, function: ExpertsFunction) -> LocalExperts:
-    """Return a module's experts: ``stacked`` has its weights or views of them, or is None.
+    """Return a module's experts; ``stacked`` has its weights or views, or is None if unsupported.
 
     The weights must be plain tensors. ``function`` is Transformers' computation of these experts.
     """
@@ -89,7 +89,7 @@ def _up_name(module: nn.Module) -> str:
 
 
 def _experts_function(forward: Any) -> ExpertsFunction:
-    """Convert a Transformers experts forward to an ``ExpertsFunction``: top-1, with weights 1."""
+    """Wrap a Transformers experts forward as ``ExpertsFunction``: call it with top-1, weights 1."""
 
     def run(rows_RD: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
         return forward(rows_RD, ids_R[:, None], rows_RD.new_ones(rows_RD.shape[0], 1))
@@ -184,7 +184,7 @@ def run_local_experts(
 
 
 def leave_to_transformers(experts: nn.Module, problem: str, *, runner: ExpertRunner) -> None:
-    """Raise if strict; else warn that Transformers runs the module, and set its description."""
+    """Raise if ``runner`` is strict; else warn, and describe the module as run by Transformers."""
     runner.warn_or_raise(problem, fallback="transformers runs it")
     set_description(experts, f"transformers: {problem}")
 
@@ -196,7 +196,7 @@ def _take_share(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def _all_gather_rows(share_TD: torch.Tensor, mesh: DeviceMesh, *, num_tokens: int) -> torch.Tensor:
-    """All-gather rows over the mesh into ``(num_tokens, D)``; ranks may hold unequal numbers."""
+    """All-gather rows over the mesh into ``(num_tokens, D)``; ranks may have unequal row counts."""
     shape = torch.Size((num_tokens, share_TD.shape[1]))
     shares = DTensor.from_local(
         share_TD.contiguous(), mesh, [Shard(0)], shape=shape, stride=(share_TD.shape[1], 1)

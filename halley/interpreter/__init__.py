@@ -1,4 +1,4 @@
-"""Run Triton kernels of several ranks on a CPU; check their accesses, order threads by a seed.
+"""Run Triton kernels on a CPU; check their memory accesses, and order threads by a seed.
 
 Triton's own interpreter has three defects, which ``install.py`` repairs for the whole process. It
 rounds bfloat16 wrongly (``numerics.py``). It runs the programs of a launch one after another, so
@@ -42,5 +42,5 @@ def unregister(address: int, num_bytes: int) -> None:
 
 
 if INTERPRETED:
-    # Imported by name and only here, because compiled kernels need none of these files.
+    # Import only for interpreted kernels: compiled kernels need no other file of this package.
     import_module("halley.interpreter.install").install()

@@ -26,7 +26,7 @@ from halley.interpreter.scheduler import current_scheduler, switch_point
 _Index = tuple[int, ...]  # ids of a program along the axes of its grid
 _Launch = tuple[Callable[[_Index], None], list[_Index]]  # function, and programs that it runs
 
-# Methods that access memory: name in messages, argument positions of pointer and mask (or None).
+# Methods that access memory: (name in messages, argument index of pointer, of mask or None).
 _ACCESSES: dict[str, tuple[str, int, int | None]] = {
     "create_masked_load": ("load", 0, 1),
     "create_masked_store": ("store", 0, 2),
@@ -65,10 +65,10 @@ def install() -> None:
 def _checked(
     original: Callable[..., Any], kind: str, *, pointer: int, mask: int | None
 ) -> Callable[..., Any]:
-    """Wrap a memory access: check addresses; let threads switch after atomics, volatile loads."""
+    """Wrap a memory access: check addresses; atomics and volatile loads let threads switch."""
 
     def access(self: InterpreterBuilder, *args: Any, **kwargs: Any) -> Any:
-        # ``is_volatile`` of a load is a keyword for tensor descriptors, else the last argument.
+        # Loads by tensor descriptors pass ``is_volatile`` by keyword, other loads as last argument.
         ALLOWED.get().check(kind, args[pointer], None if mask is None else args[mask])
         result = original(self, *args, **kwargs)
         if kind != "store" and (kind != "load" or kwargs.get("is_volatile", args[-1])):
@@ -81,7 +81,7 @@ def _checked(
 def _launch(
     self: GridExecutor, *args: Any, beside: Sequence[tuple[Any, Any, Any]] = (), **kwargs: Any
 ) -> None:
-    """Run the programs of a kernel and of those in ``beside``: (kernel, grid, arguments) each.
+    """Run this kernel and those in ``beside``, tuples of (kernel, grid, arguments), to their end.
 
     Each launch begins when all programs of the launches before it have begun. Without a scheduler,
     the launches run one after another.
@@ -95,7 +95,7 @@ def _launch(
         scheduler.run_launches(launches)
         return
     for run_program, programs in launches:
-        context = contextvars.copy_context()  # so that the caller's context variables stay
+        context = contextvars.copy_context()  # keeps the caller's context variables unchanged
         for program in programs:
             context.run(run_program, program)
 

@@ -22,7 +22,7 @@ from halley.interpreter import coresident, numerics
 from halley.interpreter.scheduler import current_scheduler
 
 
-# Values of these types contain no tl.constexpr.
+# Values of these types contain no tl.constexpr to unwrap.
 _PLAIN = frozenset({int, float, bool, str, type(None), tl.tensor, tl.dtype, tl.block_type})
 
 _SWITCH_NS = 100_000  # virtual time of one switch between threads
@@ -107,13 +107,13 @@ def _create_inline_asm(
     if "%globaltimer" in text:
         scheduler = current_scheduler()
         if scheduler is None:
-            CURRENT_OPERATION.poll()  # a kernel reads the clock only while it waits
+            CURRENT_OPERATION.poll()  # note a wait: kernels read the clock only while they wait
             now_ns = time.monotonic_ns()
         else:
             now_ns = scheduler.num_switches * _SWITCH_NS
         results = [_full(type_, now_ns) for type_ in types]
     elif "st.release.sys" in text:
-        # Run as an atomic exchange, which checks the addresses and lets the scheduler switch.
+        # Run the store as an atomic exchange, which checks addresses and lets the scheduler switch.
         address, value = values
         ptr = TensorHandle(address.data.astype(np.uint64), tl.pointer_type(value.dtype.scalar))
         mask = TensorHandle(np.ones_like(value.data, dtype=bool), tl.int1)
@@ -133,7 +133,7 @@ def _full(type_: tl.dtype, value: int) -> TensorHandle:
 
 def cache_types() -> None:
     """Make the interpreter compute dtype, shape and size once per Triton type, not per value."""
-    language: Any = core  # private names of Triton
+    language: Any = core  # Any: type checkers reject private names of Triton
     runtime: Any = interpreter
     unwrap_of_triton, np_dtype_of_triton = language._unwrap_if_constexpr, runtime._get_np_dtype
     init_block_of_triton = language.block_type.__init__

@@ -38,7 +38,7 @@ def round_to_bfloat16(values: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
 
 
 def install() -> None:
-    """Replace bfloat16 casts, constants, binary operations, dots and sums of the interpreter."""
+    """Repair bfloat16 casts, constants, binary operations, dots and sums of the interpreter."""
     binary_op_of_triton = InterpreterBuilder.binary_op
     dot_of_triton = InterpreterBuilder.create_dot
     sum_of_triton = ReduceOps.sum

@@ -42,7 +42,7 @@ class Allowed:
         self._ends = np.maximum.accumulate(ends) if spans else ends
 
     def check(self, access: str, pointers: TensorHandle, mask: _Mask = None) -> None:
-        """Raise an IndexError if an element that ``mask`` selects is outside of these ranges."""
+        """Raise an IndexError if an element that ``mask`` selects is outside of allowed ranges."""
         addresses = pointers.data
         if mask is not None:
             addresses = addresses[mask.data if isinstance(mask, TensorHandle) else mask]
@@ -72,7 +72,7 @@ ALLOWED: ContextVar[Allowed] = ContextVar("allowed")
 
 
 def _add_spans(argument: object, spans: list[tuple[int, int]]) -> None:
-    """Append to ``spans`` start and end address of a tensor or of the tensor of a descriptor."""
+    """Append a tensor's or tensor descriptor's address range to ``spans``; ignore other types."""
     argument = interpreter._unwrap_tensor(argument)
     if isinstance(argument, TensorDescriptor):
         _add_spans(argument.base, spans)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, final
 
 T = TypeVar("T")
 
-# Longest pause of a starved thread, in switches. A kernel launch in a test has some hundred.
+# Longest pause of a starved thread, in switches. A kernel launch in a test takes a few hundred.
 _MAX_STARVED_SWITCHES = 500
 
 
@@ -62,7 +62,7 @@ def current_scheduler() -> "Scheduler | None":
 
 @final
 class Scheduler:
-    """Runs ranks and the programs of their launches, one at a time, in an order from a seed.
+    """Runs ranks and their Triton programs as threads, one at a time, in an order from a seed.
 
     Args:
         resident: how many programs of a launch run concurrently, as on a GPU that holds this many
@@ -90,7 +90,7 @@ class Scheduler:
 
     @property
     def num_switches(self) -> int:
-        """Number of thread picks in the current or last ``run_ranks``, the same thread included."""
+        """Number of times that a thread was picked in the current or last ``run_ranks``."""
         return len(self.trace)
 
     def run_ranks(self, num_ranks: int, fn: Callable[[int], T]) -> list[T]:
@@ -152,7 +152,7 @@ class Scheduler:
         if not waiting:
             return
         begin_next()
-        self._runnable.remove(launcher)  # ``end_worker`` adds the launcher again
+        self._runnable.remove(launcher)  # the last ``end_worker`` adds the launcher again
         self._switch_from(launcher)
 
     def step(self) -> None:

@@ -1,4 +1,4 @@
-"""Microbatch lanes: run the microbatches of a step side by side, as segments of compiled graphs.
+"""Microbatch lanes: interleave the compiled graph segments of a training step's microbatches.
 
 Start reading in ``lane_step.py``, which has the entry point ``compile_step`` and the order of the
 work: capture, cut, compile, measure, schedule, run. docs/lanes.md explains the method.

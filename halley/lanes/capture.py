@@ -36,7 +36,7 @@ class StepGraphs:
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """The graphs of a loss function, and the values of forward's inputs in one of its calls."""
+    """The graphs of a loss function, and forward's input values in one call of the function."""
 
     graphs: StepGraphs
     values: tuple[Any, ...]
@@ -77,7 +77,7 @@ class Capture:
         return self._arguments.pop()
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Trace the graphs of a Dynamo graph; return a function that only records its arguments.
+        """Trace forward and backward of a Dynamo graph; return a function that records arguments.
 
         ``torch.compile`` calls this backend for each new shape, and the returned function in each
         call. The function computes no loss: ``collect`` returns the recorded arguments.
@@ -99,7 +99,7 @@ def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: Inner) -
     found: list[StepGraphs] = []
 
     def split(joint: fx.GraphModule, *args: Any, num_fwd_outputs: int, **kwargs: Any) -> Any:
-        # Remove waits before the split, so that a saved value has one name in forward and backward.
+        # Remove repeated waits first: then a saved value has one name in forward and backward.
         remove_repeated_waits(joint.graph)
         forward, backward = min_cut_rematerialization_partition(
             joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs
@@ -134,7 +134,7 @@ def _run_nothing(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of a graph whose nodes keep their names.
+    """Return a copy of a graph with equal node names; a loss gradient that is a result is cloned.
 
     If the gradient of the loss, an input, is also a result, the copy returns a clone of it: then a
     node computes each gradient.

@@ -61,7 +61,7 @@ class _Draft:
 
 
 def cut_step(graphs: StepGraphs) -> tuple[Item, ...]:
-    """Cut two graphs into the items of a microbatch: those of forward, then those of backward."""
+    """Cut the forward and the backward graph into the items of a microbatch, forward first."""
     forward, _ = _cut(graphs.forward.graph)
     backward, shared = _cut(graphs.backward.graph)
     items: list[Item] = []
@@ -79,12 +79,12 @@ def cut_step(graphs: StepGraphs) -> tuple[Item, ...]:
 
 
 def _cut(graph: fx.Graph) -> tuple[list[_Draft], set[fx.Node]]:
-    """Divide a graph's nodes into drafts of items; return these, and nodes that reading items copy.
+    """Divide a graph's nodes into item drafts; return them, and nodes that each reader copies.
 
     A view joins the segment of its source, and a size the host item of its sources. In the order of
     the graph they may be anywhere, and would make segments need each other.
     """
-    drafts = [_Draft("segment")]  # for copied nodes that the graph returns
+    drafts = [_Draft("segment")]  # for shared nodes that are results of the graph
     draft_of: dict[fx.Node, _Draft] = {}
     shared: set[fx.Node] = set()
     for node in graph.nodes:
@@ -132,7 +132,7 @@ def _is_static(node: fx.Node) -> bool:
 
 
 def _is_shared(node: fx.Node, shared: set[fx.Node]) -> bool:
-    """Return whether items copy a node: it reads no other node, or is a view of graph inputs.
+    """Return whether items copy a node: a non-random one without sources, or a view of inputs.
 
     Each item that reads such a node copies it. Tracing shares the node between layers, so of two
     equal layers only one would have a segment that makes the view, and their code would differ. A
@@ -195,10 +195,10 @@ def _finish(
     made: set[fx.Node],
     producers: dict[str, int],
 ) -> Item:
-    """Return the item of a draft: extract its code, and name its inputs and outputs.
+    """Return the ``Item`` of a draft, with code and named values; add its nodes to ``made``.
 
-    ``made`` are the nodes of the items before this item, whose own nodes are added. ``producers``
-    has the index of the item that produces each value.
+    ``made`` are the nodes of the items before this item. ``producers`` has the index of the item
+    that produces each value.
     """
     own, inputs, body = set(draft.nodes), dict[fx.Node, None](), dict[fx.Node, None]()
 
@@ -238,7 +238,7 @@ def _finish(
 def _extract(
     module: fx.GraphModule, inputs: list[fx.Node], body: list[fx.Node], results: list[fx.Node]
 ) -> fx.Graph:
-    """Return a new graph: ``inputs`` are placeholders, ``body`` is copied, ``results`` returned."""
+    """Return a graph that takes ``inputs``, runs a copy of ``body`` and returns ``results``."""
     graph = fx.Graph(owning_module=module)
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -251,5 +251,5 @@ def _extract(
 
 
 def _name(node: fx.Node, prefix: str) -> str:
-    """Return the name of a node's value; a value that forward saves has "f:" in both graphs."""
+    """Return ``prefix`` and the node's name; inputs of both graphs get the prefix "f:"."""
     return ("f:" if node.op == "placeholder" else prefix) + node.name

@@ -25,7 +25,7 @@ class Exchange:
     """
 
     def start(self, call: Call, values: list[Any]) -> Sequence[Any]:
-        """Start a collective by ``call``; return its result, a tensor to read after ``wait`` only.
+        """Start a collective by ``call``; return its results, which are valid only after ``wait``.
 
         Args:
             values: rows and, if they differ between ranks, the numbers of rows of each rank.
@@ -51,7 +51,7 @@ class _Action:
 
 
 def span_item(name: str) -> tuple[int, int]:
-    """Return the microbatch and the index of the item that a span of ``Executor`` belongs to."""
+    """Return the microbatch and item index in the name of a span that ``Executor`` recorded."""
     microbatch, index, _ = name.split(".")
     return int(microbatch), int(index)
 
@@ -114,7 +114,7 @@ class Executor:
         *,
         recorder: Recorder,
     ) -> list[torch.Tensor]:
-        """Run all microbatches; give gradients to ``.grad`` or hooks; return the losses of all.
+        """Run all microbatches; add gradients to ``.grad`` or call hooks; return one loss for each.
 
         Args:
             inputs: inputs of forward and the gradient of the loss of each microbatch, by name.
@@ -136,7 +136,7 @@ class Executor:
     def _with_graphs(
         self, values: Sequence[dict[str, Any]], parameters: Sequence[Any]
     ) -> Iterable[_Action]:
-        """Return a step's actions; if the executor captures, static items as CUDA graphs."""
+        """Return a step's actions; with ``captures``, items of static sizes run as CUDA graphs."""
         if not self._captures:
             return self._actions
         addresses = [each.data_ptr() for each in parameters if isinstance(each, nn.Parameter)]
@@ -165,14 +165,14 @@ class Executor:
 
 
 def can_capture(item: Item) -> bool:
-    """Return whether a CUDA graph can replay an item: sizes are known, no operator is unsafe."""
+    """Return whether a CUDA graph can replay an item: static sizes, no operator tagged unsafe."""
     targets = [node.target for node in item.code.nodes] if item.code else []
     unsafe = torch.Tag.cudagraph_unsafe
     return item.is_static and not any(unsafe in getattr(each, "tags", ()) for each in targets)
 
 
 def one_after_another(items: Sequence[Item], *, num_microbatches: int) -> list[tuple[int, int]]:
-    """Return (microbatch, item index) pairs: each microbatch ends before the next one begins."""
+    """Return all (microbatch, item index) pairs in order: one microbatch after another."""
     return [(each, index) for each in range(num_microbatches) for index in range(len(items))]
 
 
@@ -217,7 +217,7 @@ class _Gradients:
     """
 
     parameters: Sequence[Any]
-    # Gradients that wait for those of earlier microbatches, by position of the parameter.
+    # Gradients that wait for those of earlier microbatches, by parameter position, then microbatch.
     early: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
     next: dict[int, int] = field(default_factory=dict)  # by position: the next microbatch to add
 
@@ -251,7 +251,7 @@ class _SegmentGraphs:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
-        gc.collect()  # frees CUDA objects now, because that would break a capture
+        gc.collect()  # frees CUDA objects now: freeing them during a capture would break it
 
     def capture(self, call: Call, values: Sequence[Any], fixed: Sequence[bool]) -> Call:
         """Capture ``call`` as a CUDA graph without running it; return a function that replays it.

@@ -21,7 +21,7 @@ from halley.lanes.cut import Item
 from halley.lanes.executor import Order, span_item
 
 
-_MAX_EXCESS = 2.0  # longest unit to run in a wait, over the rest of the wait (Lancet, section 4)
+_MAX_EXCESS = 2.0  # longest unit in a wait, as a multiple of the wait left (Lancet, section 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ def schedules(
     num_microbatches: int,
     max_lanes: int,
 ) -> Iterator[tuple[int, bool, list[tuple[int, int]]]]:
-    """Yield some orders of a step's items, each with its number of lanes and whether units move.
+    """Yield some orders of a step's items, as (number of lanes, whether units move, order).
 
     The first order runs one microbatch after another. Arguments as for ``plan_lanes``.
     """
@@ -117,7 +117,7 @@ def measured_durations(
 
 
 def predict(items: Sequence[Item], durations_us: Sequence[float], order: Order) -> GraphTime:
-    """Predict the time of a step with an order of its items; arguments as for ``plan_lanes``."""
+    """Predict the times of a step that runs items in ``order``; arguments as for ``plan_lanes``."""
     num_microbatches = len({microbatch for microbatch, _ in order})
     operations = [
         Operation(
@@ -190,7 +190,7 @@ class _ListScheduler:
         ]
 
     def _choose_unit(self, gap_us: float) -> tuple[int, int] | None:
-        """Return the longest deferred unit up to ``gap_us``, else the shortest up to 2x, or None.
+        """Return the longest deferred unit within ``gap_us``, else the shortest within 2x, or None.
 
         All lanes wait in the gap. The factor 2 (2x) is ``_MAX_EXCESS``.
         """
@@ -204,7 +204,7 @@ class _ListScheduler:
         return self.durations_us[unit[1]]
 
     def _choose_lane(self, lanes: list[int]) -> int:
-        """Return the microbatch to run next: one that has its rows, else the next to get them."""
+        """Return the lane to run: the least advanced with its rows, else the first to get them."""
         ready = [lane for lane in lanes if self.due_us[lane] <= self.clock_us]
         if not ready:
             return min(lanes, key=self.due_us.__getitem__)

@@ -30,7 +30,7 @@ from halley.lanes.lane_schedule import LanePlan, measured_durations, plan_lanes
 from halley.lanes.segment_compiler import SegmentCompiler
 
 
-_NUM_WARM_UP_STEPS = 1  # the first step allocates memory
+_NUM_WARM_UP_STEPS = 1  # not measured, because the first step allocates memory
 _NUM_MEASURED_STEPS = 2
 
 
@@ -105,12 +105,12 @@ class LaneStep:
 
     @property
     def plan(self) -> LanePlan | None:
-        """The plan of further steps with the last graphs; None until made, and with a fallback."""
+        """The plan for the graphs of the last step; None until made, and if there is a fallback."""
         return None if self._last is None else self._last.plan
 
     @property
     def fallback(self) -> str:
-        """Why steps with the last graphs never run microbatches side by side; "" if no reason."""
+        """Why the graphs of the last step can never run microbatches side by side, or ""."""
         return "" if self._last is None else self._last.fallback
 
     @property

@@ -40,14 +40,14 @@ class SegmentCompiler:
                 node.op == "call_function" and not is_view(node) for node in item.code.nodes
             )
             is_compiled = self.inner == "inductor" and computes
-            # Make a graph module only for new code: it generates Python code, which takes time.
+            # Make a graph module for new code only: this generates Python code, which takes time.
             code = fx.GraphModule(item.code.owning_module or {}, item.code)
             self.calls[key] = (_compile if is_compiled else _run_eagerly)(code)
         return key, self.calls[key]
 
 
 def hash_code(kind: str, code: fx.Graph) -> str:
-    """Return a hash of an item's kind, code and input shapes and dtypes, equal in all processes.
+    """Return a hash of an item's kind, code, constants and input layouts; equal in all processes.
 
     Nodes and sizes that depend on data are numbered in order of first use.
     """
@@ -66,12 +66,12 @@ def hash_code(kind: str, code: fx.Graph) -> str:
     for node in code.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: f"%{at[each]}")
         if "_assert_scalar" in operator_name(node):
-            args = args[:1]  # the message contains names
+            args = args[:1]  # drop the message, which contains names of nodes and sizes
         if node.op == "placeholder":
             args = describe(node.meta["val"])
         elif node.op == "get_attr":
             args = _describe_constant(getattr(code.owning_module, str(node.target)))
-        # Use a Python function's name: its text has an address, which differs between processes.
+        # Use a Python function's name: its ``str`` has an address, which differs between processes.
         name = operator_name(node) and str(node.target)
         lines.append((node.op, name or getattr(node.target, "__name__", ""), args, kwargs))
     return hashlib.sha256("\n".join(map(str, lines)).encode()).hexdigest()

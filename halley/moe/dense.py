@@ -76,9 +76,9 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (nn.RMSNorm(n, config.norm_eps, **place) for n in sizes)
 
     def forward(self, x_BSD: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-        """Return the attention output, ``(B, S, D)``; ``rotary`` is the ``rotary_table`` of S."""
+        """Return the output, ``(B, S, D)``; ``rotary`` is a ``rotary_table`` for S positions."""
         q, k = self.q_proj(x_BSD), self.k_proj(x_BSD)
-        full = self.config.qk_norm == "full"  # a norm over all heads, else of each head, or none
+        full = self.config.qk_norm == "full"  # whether one norm spans all heads
         if full:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = self._heads(q), self._heads(k), self._heads(self.v_proj(x_BSD))

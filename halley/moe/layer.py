@@ -168,7 +168,7 @@ def grouped_experts(model: nn.Module) -> dict[str, GroupedExperts]:
 
 
 class MoEOutput(NamedTuple):
-    """Result of ``MoELayer.forward``: the output, the router loss, and the slots of each expert."""
+    """Result of ``MoELayer.forward``: output, router loss, and number of slots of each expert."""
 
     y: torch.Tensor  # output, with the shape of the input
     router_loss: torch.Tensor  # weighted balance and z loss, a float32 scalar to add to the loss
@@ -176,7 +176,7 @@ class MoEOutput(NamedTuple):
 
 
 class MoELayer(nn.Module):
-    """An MoE layer that takes its process groups and strategy; ``halley.MoE`` builds both itself.
+    """An MoE layer with process groups and strategy as arguments; ``halley.MoE`` builds both.
 
     Args:
         strategy: runs the routed experts; built for ``groups.ep`` and ``groups.tp_size``.

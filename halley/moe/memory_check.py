@@ -41,7 +41,7 @@ def model_sizes(config: ModelConfig, *, prefix: str = "", moe_prefix: str = "") 
 
 
 def training_bytes(config: RunConfig, *, num_ranks: int) -> int:
-    """Return a rank's least bytes: weights, gradients, optimizer state, lm_head's input, output."""
+    """Return a rank's least bytes: weights, gradients, optimizer, lm_head's input and output."""
     itemsize = DTYPES[config.train.dtype].itemsize
     ep_size = config.ep_size or num_ranks
     number = num_parameters(config.model, ep_size=ep_size, tp_size=config.expert_tp_size)
@@ -69,7 +69,7 @@ def num_parameters(config: ModelConfig, *, ep_size: int, tp_size: int) -> int:
 
 
 def num_layer_parameters(config: MoEConfig, hidden_size: int, *, ep_size: int, tp_size: int) -> int:
-    """Return the number of an MoE layer's parameters that a rank holds, if it has no replicas."""
+    """Return the number of an MoE layer's parameters on a rank, if no expert has replicas."""
     num_local = -(-config.num_experts * tp_size // ep_size)
     num_up = 2 if config.activation == "swiglu" else 1
     size = config.intermediate_size // tp_size

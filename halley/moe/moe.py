@@ -1,4 +1,4 @@
-"""``halley.MoE``: an MoE layer that builds its own groups, strategy and initial weights."""
+"""``halley.MoE``: an MoE layer that sets up its process group, strategy and initial weights."""
 
 from typing import final
 
@@ -115,11 +115,11 @@ class MoE(nn.Module):
         self.expert_counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
 
     def forward(self, x: torch.Tensor, *, return_aux: bool = False) -> torch.Tensor | MoEOutput:
-        """Return the output in the shape of ``x``, or an ``MoEOutput``; a collective of the group.
+        """Run the layer as a collective; return the output, or an ``MoEOutput`` if ``return_aux``.
 
-        ``x`` is ``(..., hidden_size)``, in the dtype of the parameters or under autocast. With
-        ``return_aux`` the result is a ``MoEOutput`` of output, ``aux_loss`` and ``expert_counts``.
-        Activation checkpointing requires it, as its recomputation replaces ``aux_loss``.
+        ``x`` and the output are ``(..., hidden_size)``, in the dtype of the parameters or under
+        autocast. An ``MoEOutput`` has output, ``aux_loss`` and ``expert_counts``. Activation
+        checkpointing requires ``return_aux``, as its recomputation replaces ``aux_loss``.
         """
         output = self.layer(x)
         self.aux_loss, self.expert_counts = output.router_loss, output.counts_E
@@ -138,7 +138,7 @@ class MoE(nn.Module):
         sync_gradients(shared, expert, groups=self.groups)
 
     def expert_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of this rank's routed experts; each stacks all of these experts."""
+        """Return the routed experts' parameters, each stacked over all experts of this rank."""
         return list(self.layer.experts.parameters())
 
     def shared_parameters(self) -> list[nn.Parameter]:
@@ -148,7 +148,7 @@ class MoE(nn.Module):
 
 
 def _join_default_group(device: torch.device | str | None) -> dist.ProcessGroup | None:
-    """Return the default process group; if there is none, create it under a launcher, else None."""
+    """Return the default process group, created if a launcher started this process; or None."""
     if not dist.is_initialized():
         check_launcher()
         if not is_launched():

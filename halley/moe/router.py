@@ -1,4 +1,4 @@
-"""Routers: choose the experts of each token and their weights; compute load-balancing losses."""
+"""Routers: choose the experts of each token and their weights; compute balance and z losses."""
 
 import abc
 import math
@@ -16,15 +16,15 @@ from halley.ops.traceable_routing import take_slots, take_slots_by_weight
 
 
 class RouterOutput(NamedTuple):
-    """Result of ``AbstractRouter.forward``: the routing, the loss, and the slots of each expert."""
+    """Result of ``AbstractRouter.forward``: the routing, the loss, and token counts per expert."""
 
     routing: Routing
-    loss: torch.Tensor  # balance and z loss, each times its coefficient, a float32 scalar
-    counts_E: torch.Tensor  # slots of each expert, int64, also those that the capacity drops
+    loss: torch.Tensor  # float32 scalar: balance loss plus z loss, each times its coefficient
+    counts_E: torch.Tensor  # int64, tokens that chose each expert, before the capacity drops any
 
 
 class AbstractRouter(nn.Module, abc.ABC):
-    """A router: float32 logits, K experts per token, balancing losses and an optional capacity."""
+    """Base class of routers: computes logits, losses and capacity; subclasses choose experts."""
 
     def __init__(
         self, config: MoEConfig, *, hidden_size: int, dtype: torch.dtype, device: torch.device
@@ -37,7 +37,7 @@ class AbstractRouter(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def choose(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return ids, weights ``(T, K)`` of chosen experts, and all probabilities ``(T, E)``."""
+        """Return ids and weights of chosen experts, ``(T, K)``; all probabilities, ``(T, E)``."""
 
     def forward(self, x_TD: torch.Tensor) -> RouterOutput:
         router, num_experts = self.config.router, self.config.num_experts
@@ -86,7 +86,7 @@ class SoftmaxRouter(AbstractRouter):
 
 @final
 class SigmoidRouter(AbstractRouter):
-    """A router: top-k experts by sigmoid score plus bias, from the best groups of experts only.
+    """A router that chooses top-k experts by sigmoid plus bias, in the best expert groups only.
 
     A bias is added to the scores for the choice, but not for the weights. ``update_bias`` raises
     the bias of experts below the mean load and lowers it above the mean, without a loss.
@@ -116,7 +116,7 @@ class SigmoidRouter(AbstractRouter):
 
     @torch.no_grad()
     def update_bias(self, counts_E: torch.Tensor) -> None:
-        """Move each expert's bias one step towards even load; ``counts_E`` has all ranks' slots."""
+        """Move each expert's bias one step towards even load; ``counts_E`` is over all ranks."""
         error_E = counts_E.float().mean() - counts_E.float()
         self.bias += self.config.router.bias_update_rate * error_E.sign()
 

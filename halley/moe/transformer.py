@@ -22,15 +22,15 @@ _T = TypeVar("_T")
 
 
 class ModelOutput(NamedTuple):
-    """Result of ``MoETransformer.forward``: logits, router loss, and slots of each expert."""
+    """Result of ``MoETransformer.forward``: logits, router loss, and token counts per expert."""
 
     logits_BSV: torch.Tensor  # next-token logits, in the model's dtype
     router_loss: torch.Tensor  # sum of the router losses of all MoE layers, a float32 scalar
-    counts_ME: torch.Tensor  # slots of this rank's tokens by MoE layer and expert, int64
+    counts_ME: torch.Tensor  # int64, this rank's tokens that chose each expert, by MoE layer
 
 
 class Block(nn.Module):
-    """A residual transformer block: norm and attention, then norm and a dense or MoE network."""
+    """A residual transformer block: norm and attention, then norm and a dense or MoE layer."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Block(nn.Module):
     def forward(
         self, x_BSD: torch.Tensor, rotary: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return output, router loss and expert counts; the last two are None in a dense block."""
+        """Return output, router loss, tokens per expert; the last two are None in a dense block."""
         with self.recorder.span("attention"):
             x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotary)
         with self.recorder.span("ffn"):
@@ -122,7 +122,7 @@ class MoETransformer(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **place)
 
     def forward(self, tokens_BS: torch.Tensor) -> ModelOutput:
-        """Return logits, router loss and expert counts of tokens; collective of the "ep" group."""
+        """Return logits, router loss, tokens per expert; a collective of the "ep" group."""
         x_BSD = self.embed_tokens(tokens_BS)
         rotary = rotary_table(self.config, tokens_BS.shape[1], device=x_BSD.device)
         losses: list[torch.Tensor] = []
@@ -147,7 +147,7 @@ class MoETransformer(nn.Module):
 
 
 def _by_layer(config: ModelConfig, given: Sequence[_T] | None, *, name: str) -> dict[int, _T]:
-    """Return ``given``, one item per MoE layer, as a dict by layer index in model; {} for None."""
+    """Map each MoE layer's index in the model to its item of ``given``; return {} for None."""
     if given is None:
         return {}
     layers = [index for index in range(config.num_layers) if config.is_moe_layer(index)]
@@ -157,7 +157,7 @@ def _by_layer(config: ModelConfig, given: Sequence[_T] | None, *, name: str) -> 
 
 
 def flops_per_token(config: ModelConfig, *, seq_len: int) -> float:
-    """Return the number of floating-point operations of forward and backward per token.
+    """Return the floating-point operations per token of the GEMMs of forward and backward.
 
     Each matmul weight that a token uses counts six operations; experts other than its top-k and the
     shared one count none. The two GEMMs of causal attention read half the sequence on average.

@@ -22,7 +22,7 @@ from halley.ops.traceable_routing import sort_slots
 
 @final
 class NodeTables:
-    """Lookup tables by expert id: which other node has the expert, or its id within this node.
+    """Two lookup tables by expert id: the other node that has the expert, and its id in this node.
 
     One lookup takes the place of several operations on the device. ``num_experts`` is the number of
     experts of a node, E'.
@@ -34,14 +34,14 @@ class NodeTables:
 
     def __init__(self, nodes: Nodes, *, num_experts: int, device: torch.device) -> None:
         self.nodes, self.num_experts = nodes, num_experts
-        # ``DROPPED`` is -1, so as an index it reads the last element of each table.
+        # The tables have one more element than experts: index ``DROPPED``, -1, reads that last one.
         expert = torch.arange(nodes.num_nodes * num_experts + 1, device=device)
         node = expert // num_experts
         self.other_node = torch.where(node == nodes.node, nodes.num_nodes, node)
         self.own_id = torch.where(node == nodes.node, expert % num_experts, DROPPED)
 
     def keep_own(self, routing: Routing) -> Routing:
-        """Return a routing to this node's experts, by id in the node; other slots are dropped.
+        """Return ``routing`` with ids within this node; slots of other nodes become ``DROPPED``.
 
         The result has min(K, E') slots for each token: no token has more experts in a node.
         """
@@ -55,16 +55,16 @@ class NodeTables:
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
-    """The rows that this rank sends to other nodes, and how many rows it receives from them.
+    """The tokens that this rank sends to other nodes, and how many rows it sends and receives.
 
     Rows are sorted by chunk, then by destination node, then by token. If the rows are all tokens in
     order, ``token_S`` and ``row_TN`` are None.
     """
 
-    token_S: torch.Tensor | None  # token of each row
-    row_TN: torch.Tensor | None  # row of each token for each node; S if it does not go there
-    send_CN: list[list[int]]  # number of rows of each chunk to each node
-    recv_CN: list[list[int]]  # and from each node
+    token_S: torch.Tensor | None  # token index of each row that is sent
+    row_TN: torch.Tensor | None  # index of a token's row to a node; S if there is no such row
+    send_CN: list[list[int]]  # numbers of rows that this rank sends to each node, by chunk
+    recv_CN: list[list[int]]  # numbers of rows that this rank receives from each node, by chunk
 
     @property
     def send_sizes(self) -> list[int]:
@@ -80,10 +80,10 @@ class Crossing:
 def plan_crossing(
     routing: Routing, tables: NodeTables, *, num_chunks: int, group: dist.ProcessGroup
 ) -> Crossing:
-    """Find the rows to send to other nodes; exchange row counts. Collective; the host waits.
+    """Find the rows to send to other nodes, and the numbers of rows to receive; a collective.
 
     ``routing`` has expert ids of all nodes, and ``group`` the ranks of all nodes. A missing rank is
-    a ``RuntimeError``.
+    a ``RuntimeError``. The host waits for the device.
     """
     idx_TK, nodes = routing.topk_idx_TK, tables.nodes
     num_tokens, num_nodes = idx_TK.shape[0], nodes.num_nodes

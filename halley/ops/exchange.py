@@ -21,13 +21,13 @@ from halley.core.types import Experts
 from halley.distributed.peers import Collective
 
 
-# torch 2.13 renamed all_gather_into_tensor and warns about that name; torch 2.11 has no other one.
+# torch 2.13 renamed all_gather_into_tensor and warns about the old name; 2.11 has only that one.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @final
 class Exchange:
-    """One all-to-all of rows among a group's ranks, and the reverse one of gradients in backward.
+    """One all-to-all of rows among a group's ranks; backward sends gradients the opposite way.
 
     Args:
         send_splits, recv_splits: rows to and from each rank, in order of rank.
@@ -52,7 +52,7 @@ class Exchange:
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
     def start(self, rows_SD: torch.Tensor) -> torch.Tensor:
-        """Start to send rows, sorted by destination rank; return the tensor that ``wait`` takes."""
+        """Start to send rows, sorted by destination rank already; return the input of ``wait``."""
         if self.group is None:
             return rows_SD
         return _Start.apply(rows_SD, self)  # pyright: ignore[reportReturnType]
@@ -64,17 +64,17 @@ class Exchange:
         return _Wait.apply(started, self)  # pyright: ignore[reportReturnType]
 
     def run(self, rows_SD: torch.Tensor) -> torch.Tensor:
-        """Send rows by destination rank and wait; return the received rows, by source rank."""
+        """Send rows, sorted by destination, and wait; return received rows, sorted by source."""
         if self.group is None:
             return rows_SD
         return _Run.apply(rows_SD, self)  # pyright: ignore[reportReturnType]
 
     def launch(self, rows: torch.Tensor, *, backward: bool) -> torch.Tensor:
-        """Start the all-to-all of forward or backward; return the buffer that receives the rows."""
+        """Start the all-to-all, reversed if ``backward``; return the buffer to receive into."""
         send_splits, recv_splits = self.send_splits, self.recv_splits
         if backward:
             send_splits, recv_splits = recv_splits, send_splits
-        # Drop the reference to the buffer: its autograd graph refers to this exchange, a cycle.
+        # Drop this reference to avoid a cycle: the buffer's autograd graph refers to this exchange.
         buffer, self.received = self.received, None
         if buffer is None:
             buffer = rows.new_empty(sum(recv_splits), rows.shape[1])
@@ -85,7 +85,7 @@ class Exchange:
             )
         assert work is not None
         self._pending = (buffer, work)
-        num_rows = len(rows) - send_splits[dist.get_rank(self.group)]  # to other ranks
+        num_rows = len(rows) - send_splits[dist.get_rank(self.group)]  # rows to other ranks only
         self.recorder.sent_bytes += num_rows * rows.shape[1] * rows.itemsize
         return buffer
 
@@ -113,7 +113,7 @@ class _Start(torch.autograd.Function):
         return exchange.launch(rows, backward=False)
 
     @staticmethod
-    def backward(ctx, grad):  # ``grad`` only fixes the order: the all-to-all received the values
+    def backward(ctx, grad):  # ``grad`` only sets the order; ``finish`` returns the values
         return ctx.exchange.finish(backward=True), None
 
 
@@ -240,7 +240,7 @@ class _ReduceScatterRows(torch.autograd.Function):
 
 @final
 class Replicas:
-    """Sums each replicated expert's gradients over its ranks, or copies those of its lowest rank.
+    """Sums an expert's gradients over the ranks that hold it, or copies the lowest such rank's.
 
     ``rank`` is this rank in the expert-parallel ``group``, and ``recorder`` records the host's wait
     as the span "replicas.wait".
@@ -284,9 +284,9 @@ class Replicas:
         return self._merge(gradients, _sum_into)
 
     def take_first(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return gradients, those of replicated experts copied from the expert's lowest rank.
+        """Return gradients; a replicated expert has those of its lowest rank. A collective.
 
-        A collective, for gradients that were reduced again after ``sum`` and may be rounded
+        It is for gradients that were reduced again after ``sum`` and may be rounded
         differently on each rank.
         """
         return self._merge(gradients, lambda out, sources: out.copy_(sources[0]))
@@ -296,7 +296,7 @@ class Replicas:
         gradients: Sequence[torch.Tensor],
         merge: Callable[[torch.Tensor, Sequence[torch.Tensor]], object],
     ) -> list[torch.Tensor]:
-        """Exchange replicas' gradients; return copies after ``merge(copy, sources)`` of theirs."""
+        """Return copies of gradients; ``merge`` sets replicated experts from all their ranks."""
         received = self._exchange(gradients)
         # The copies are contiguous, because ``view`` below requires it.
         merged = [g.clone(memory_format=torch.contiguous_format) for g in gradients]
@@ -310,7 +310,7 @@ class Replicas:
     def _exchange(
         self, gradients: Sequence[torch.Tensor]
     ) -> dict[tuple[int, int], Sequence[torch.Tensor]]:
-        """Exchange replicated experts' gradients; return those received by (rank, local index)."""
+        """Return gradients received from other ranks, by (source rank, local expert index)."""
         flat = [gradient.flatten(1) for gradient in gradients]
         sizes = [gradient.shape[1] for gradient in flat]
         splits = [0] * self.group.size()

@@ -1,4 +1,4 @@
-"""Rows of experts on one rank: permute them, run the grouped GEMMs, sum the rows of each token.
+"""Process the rows of a rank's experts: permute them, run grouped GEMMs, sum each token's rows.
 
 Eager code calls torch's grouped GEMM. For ``torch.compile`` there is ``expert_gemm``: its weight
 gradient is a separate operator, so that a compiler can schedule it under an all-to-all. The
@@ -17,7 +17,7 @@ from halley.core.types import Experts
 from halley.ops.library import define, save_inputs
 
 
-ROW_ALIGNMENT = 16  # bytes; torch's grouped GEMM requires it of each row of its operands
+ROW_ALIGNMENT = 16  # bytes; torch's grouped GEMM needs row sizes that are multiples of this
 # On a CPU, GEMMs of few and of many rows use different kernels, which round differently. Padding
 # the rows to a multiple of 16 makes the result of a row independent of the number of other rows.
 _CPU_ROW_MULTIPLE = 16
@@ -34,7 +34,7 @@ def check_alignment(size: int, *, name: str, dtype: torch.dtype) -> None:
 
 
 def find_alignment_problem(experts: Experts) -> str:
-    """Return why torch's grouped GEMM cannot read the rows of these experts, or ""."""
+    """Return why the sizes of these experts do not suit torch's grouped GEMM; "" if they do."""
     _, hidden_size, intermediate_size = experts.down_LDF.shape
     try:
         for name, size in (("hidden", hidden_size), ("intermediate", intermediate_size)):
@@ -109,7 +109,7 @@ def _expert_gemm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) 
 
 
 def _groups(ends: torch.Tensor) -> list[slice]:
-    """Return the rows of each expert as a slice, computed from the end of each expert's rows."""
+    """Return each expert's range of rows as a slice; ``ends`` has the end of each range."""
     return [slice(*pair) for pair in pairwise([0, *ends.tolist()])]
 
 
@@ -117,7 +117,7 @@ def _backward(ctx, grad):
     rows, weights, ends = ctx.saved_tensors
     grad = grad.contiguous()
     grad_rows = torch.ops.halley.expert_gemm(grad, weights.transpose(1, 2), ends)
-    if weights.stride(1) == 1:  # a transposed parameter: its gradient gets the parameter's layout
+    if weights.stride(1) == 1:  # transposed parameter: give the gradient the parameter's layout
         grad_weights = torch.ops.halley.expert_weight_gemm(grad, rows, ends).transpose(1, 2)
     else:
         grad_weights = torch.ops.halley.expert_weight_gemm(rows, grad, ends)

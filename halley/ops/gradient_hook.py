@@ -1,4 +1,4 @@
-"""An operator in compiled backward graphs that calls a parameter's hook with the gradient.
+"""An operator in compiled backward graphs that calls a parameter's hook with its gradient.
 
 Autograd gives parameters their gradients when a compiled backward graph has ended. A parameter with
 the attribute ``gradient_ready_hook``, a function of one tensor, receives its gradient as soon as
@@ -20,12 +20,12 @@ _library.define(
 
 
 def find_gradient_hook(parameter: object) -> Callable[[torch.Tensor], None] | None:
-    """Return the gradient-ready hook of a parameter, or None."""
+    """Return the gradient-ready hook of a parameter, a function of its gradient; or None."""
     return getattr(parameter, _HOOK, None)
 
 
 def set_gradient_hook(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
-    """Set the gradient-ready hook of a parameter, for graphs that are compiled from now on."""
+    """Set a parameter's gradient-ready hook; call this before the parameter's graph is compiled."""
     setattr(parameter, _HOOK, hook)
 
 

@@ -57,13 +57,13 @@ def define(
 
 
 def takes_kernels(tensor: torch.Tensor) -> bool:
-    """Return whether operators on a tensor run Triton kernels: on a GPU, where Triton compiles."""
+    """Return whether operators on a tensor run Triton kernels: on a GPU, if Triton compiles."""
     return tensor.is_cuda and _compiles_kernels()
 
 
 @cache
 def _compiles_kernels() -> bool:
-    if find_spec("triton") is None:  # not on Linux
+    if find_spec("triton") is None:  # Triton is not installed, as on macOS
         return False
     from halley.interpreter import INTERPRETED
 

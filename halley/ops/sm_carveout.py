@@ -16,7 +16,7 @@ from halley.ops.library import define
 
 
 def has_sm_carveout() -> bool:
-    """Return whether this torch has the SM carve-out, an experimental feature."""
+    """Return whether this version of torch has the experimental setting for SM carve-outs."""
     return hasattr(torch._C, "_set_sm_carveout_experimental")
 
 
@@ -45,7 +45,7 @@ def _gemm_with_carveout(
     ends: torch.Tensor | None,
     num_sms: int,
 ) -> torch.Tensor:
-    """Return ``left @ right``, on a GPU by a kernel that leaves ``num_sms`` SMs free.
+    """Return ``left @ right``, plus ``bias`` if dense; a GPU kernel leaves ``num_sms`` SMs free.
 
     With ``ends``, the end of each group, int32, it is a grouped GEMM as ``F.grouped_mm`` computes
     it, without bias; else a dense one, whose rows get the bias if there is one.

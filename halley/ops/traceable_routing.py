@@ -14,7 +14,7 @@ from halley.ops.library import define, save_inputs, takes_kernels
 
 
 def _sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return routed slots (token, choice) sorted by expert, then token, and each expert's count.
+    """Return slots (token, choice) sorted by expert, then token, and each expert's number of slots.
 
     Dropped slots come last and are not counted. Returns slots ``t * K + k``, int64 ``(T * K,)``,
     and counts, int64 ``(E,)``.
@@ -32,7 +32,7 @@ def _sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
 def _take_slots(
     topk_idx: torch.Tensor, used: torch.Tensor, limit: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which slots a capacity keeps, the first ``limit`` per expert, and the new ``used``.
+    """Return which slots each expert keeps, until ``used`` reaches ``limit``; and the new ``used``.
 
     First choices of all tokens come before second choices; within a choice, tokens are in order.
     ``used`` is the number of slots that earlier tokens requested from each expert, int64 ``(E,)``;
@@ -54,7 +54,7 @@ def _take_slots(
 
         return route.take_slots(topk_idx, used, limit)
     experts = topk_idx.t().flatten()  # all first choices, then all second choices, ...
-    # cumsum is along the inner dimension: along the outer, a GPU uses only 1 thread per expert.
+    # cumsum is along the inner dimension: along the outer one, a GPU uses only 1 thread per expert.
     is_chosen = experts == torch.arange(used.shape[0], device=used.device)[:, None]
     position = (is_chosen.cumsum(1) + used[:, None]).gather(0, experts[None])[0]
     kept = (position <= limit).view(topk_idx.t().shape).t()
@@ -65,7 +65,7 @@ def _take_slots(
 def _take_slots_by_weight(
     topk_idx: torch.Tensor, weights: torch.Tensor, num_experts: int, limit: int
 ) -> torch.Tensor:
-    """Return which slots a capacity keeps: by choice, then by the largest weight of the token.
+    """Return which slots each expert keeps, by choice, then by the token's largest weight.
 
     The priority of a token is its largest weight. First choices of all tokens come before second
     choices; within a choice, tokens are in order of decreasing priority, then of index. Returns
@@ -152,7 +152,7 @@ def _first(values: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
-    """Return the order of received rows by expert, its inverse, expert row ends, ``(L, W)`` counts.
+    """Return the order of received rows by expert, its inverse, expert ends, and counts ``(L, W)``.
 
     Rows arrive sorted by source rank, then expert: ``counts`` rows of each, int64 ``(W, L)``, in
     total ``num_rows``. Returns the order by expert, the inverse permutation, int64 ``(R,)`` each,
@@ -169,7 +169,7 @@ def _group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]
     by_expert = counts.t().clone(memory_format=torch.contiguous_format)
     ends_WL = counts.flatten().cumsum(0).view_as(counts)
     ends_LW = by_expert.flatten().cumsum(0).view_as(by_expert)
-    shift_WL = ends_LW.t() - ends_WL  # from the received order to the order by expert
+    shift_WL = ends_LW.t() - ends_WL  # index by expert minus index as received, of a segment's rows
     rows = torch.arange(num_rows, device=counts.device)
     order = rows - _of_segment(shift_WL.t(), ends_LW, rows)
     inverse = rows + _of_segment(shift_WL, ends_WL, rows)
@@ -177,7 +177,7 @@ def _group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]
 
 
 def _of_segment(values: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return, for each row, the value of the segment of consecutive rows that contains it."""
+    """Return, for each row, the value of the segment of consecutive rows that has the row."""
     segments = torch.searchsorted(ends.flatten(), rows, right=True)
     return values.flatten().index_select(0, segments)
 
@@ -273,7 +273,7 @@ permute_rows = define(
 def capacity_rows(
     topk_idx: torch.Tensor, *, num_experts: int, capacity: int
 ) -> tuple[torch.Tensor, ...]:
-    """Return each row's slot and each slot's row if every expert has C rows, its ``capacity``.
+    """Return each row's slot and each slot's row if every expert has ``capacity`` rows, C.
 
     The slots of an expert are in its first rows. Returns the slot of each row ``(E * C,)``, whether
     it has one ``(E * C, 1)``, the row of each slot ``(T * K,)``, whether it has one ``(T * K, 1)``.
@@ -291,7 +291,7 @@ def capacity_rows(
 
 
 class MoveRows(torch.autograd.Function):
-    """Gather ``rows[index]``, with zeros where ``mask`` is False; the gradient moves rows back.
+    """Gather ``rows[index]``, with zeros where ``mask`` is False; its gradient uses ``index_back``.
 
     Row i of the input is row ``index_back[i]`` of the result where ``mask_back`` is True.
     """

@@ -30,7 +30,7 @@ WireDtype = Literal["", "float8"]
 _FLOAT8 = torch.float8_e4m3fn
 _GROUP = 128  # columns that share a scale, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2)
 _SMALLEST_MAX = 1e-20  # keeps the scale of a group of zeros above 0
-_PADDED_BITS = 5  # received rows are padded by at most 1/16, so that few sizes occur
+_PADDED_BITS = 5  # padding adds at most 1/16 of the rows, or 7 rows, so that few sizes occur
 
 
 @final
@@ -72,7 +72,7 @@ class Wire:
         self._buffers: dict[Exchange, torch.Tensor] = {}
 
     def send_rows(self, x_TD: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, ...]:
-        """Start to send the tokens of all chunks; return each chunk's input of ``receive_rows``."""
+        """Start to send the tokens of all chunks; return a ``receive_rows`` input for each."""
         return _SendRows.apply(  # pyright: ignore[reportReturnType]
             x_TD, routing.topk_weights_TK, routing.topk_idx_TK, self
         )
@@ -84,9 +84,9 @@ class Wire:
         return x_RD, self.tables.keep_own(routing)
 
     def return_sums(self, y_RD: torch.Tensor, *, chunk: int) -> torch.Tensor:
-        """Start to return the partial sums of a chunk's rows; return an input of ``add_returned``.
+        """Start to send back a chunk's partial sums; return an input of ``add_returned``.
 
-        The sums are sent to the nodes of the tokens. The padding of ``receive_rows`` is not sent.
+        The sums go to the nodes of the tokens. The padding of ``receive_rows`` is not sent.
         """
         return _ReturnSums.apply(y_RD, self, chunk)  # pyright: ignore[reportReturnType]
 
@@ -135,7 +135,7 @@ class Wire:
         exchanges[chunk].launch(rows_RX[: self.recv_sizes[chunk]], backward=backward)
 
     def finish_to_tokens(self, exchanges: list[Exchange], *, backward: bool) -> torch.Tensor:
-        """Wait for all chunks; return received rows, then one row (zeros if ``row_TN`` is set)."""
+        """Wait for all chunks; return the received rows and one row, zeros if ``row_TN`` is set."""
         for exchange in exchanges:
             exchange.finish(backward=backward)
         return self._buffers.pop(exchanges[0])
@@ -143,14 +143,14 @@ class Wire:
 
 def _view(rows_SX: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the bytes of rows as another dtype, with more or fewer columns."""
-    if not rows_SX.numel():  # its strides are arbitrary, also after contiguous()
+    if not rows_SX.numel():  # an empty tensor has arbitrary strides, even after contiguous()
         num_columns = rows_SX.shape[1] * rows_SX.itemsize // dtype.itemsize
         return rows_SX.new_empty(rows_SX.shape[0], num_columns, dtype=dtype)
     return rows_SX.contiguous().view(dtype)
 
 
 def _quantize(x_SD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token rows in E4M3, divided by a scale per row and 128 columns, and the scales."""
+    """Quantize rows to E4M3 in groups of 128 columns; return padded codes and a scale per group."""
     padded = F.pad(x_SD.float(), (0, -x_SD.shape[1] % _GROUP))
     groups = padded.unflatten(1, (-1, _GROUP))
     scale = groups.abs().amax(2).clamp_min(_SMALLEST_MAX) / torch.finfo(_FLOAT8).max
@@ -186,7 +186,7 @@ def _sum_nodes(
         for node, row_T in enumerate(row_TN.unbind(1))
     ]
     parts = [part for part in parts if part is not None]
-    if len(parts) > 2:  # a sum over a dimension accumulates in float32
+    if len(parts) > 2:  # a sum over a dimension adds in float32 and rounds once
         return torch.stack(parts).sum(0)
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
@@ -203,7 +203,7 @@ class _SendRows(torch.autograd.Function):
             words, rows = words.index_select(0, token_S), rows.index_select(0, token_S)
         if wire.dtype == "float8":
             codes, scale = _quantize(rows)
-            rows = codes.view(torch.uint8)  # so that the backend need not know the dtype
+            rows = codes.view(torch.uint8)  # bytes: not every backend can send float8
             words = torch.cat([words, _view(scale, torch.int32)], dim=1)
         sizes = wire.crossing.send_sizes
         pairs = zip(words.split(sizes), rows.split(sizes), strict=True)

@@ -18,8 +18,8 @@ from halley.core.types import MAX_EXPERTS
 
 
 _MAX_CHANGES = 200  # most swaps and replacements of one packing
-_NUM_STARTS = 8  # about so many numbers of hot replicas are tried
-_GAIN = 1e-3  # smallest reduction of the largest load, as a share of the mean load
+_NUM_STARTS = 8  # ``_plan`` tries about this many numbers of hot replicas
+_GAIN = 1e-3  # a change must reduce the largest load by at least this share of the mean load
 
 
 def plan_placement(counts_E: Sequence[float], *, num_ranks: int, spare: int) -> ExpertPlacement:
@@ -92,9 +92,9 @@ def _plan(counts_E: Sequence[float], *, num_ranks: int, num_local: int) -> Exper
     num_more = num_ranks * num_local - len(counts_E)
     found: list[tuple[float, ExpertPlacement]] = []
     for num_hot in range(num_more, -1, -max(1, num_more // _NUM_STARTS)):
-        num_E = [1] * len(counts_E)  # replicas of each expert, at most one per rank
+        num_E = [1] * len(counts_E)  # number of replicas of each expert, at most one per rank
         for index in range(num_more):
-            choose = max if index < num_hot else min  # by the load per replica of an expert
+            choose = max if index < num_hot else min  # expert with most or least load per replica
             open_experts = [e for e, num in enumerate(num_E) if num < num_ranks]
             num_E[choose(open_experts, key=lambda e: counts_E[e] / num_E[e])] += 1
         shares_E = [count / num for count, num in zip(counts_E, num_E, strict=True)]
@@ -137,7 +137,7 @@ def _pack(
 
 
 def _improve(ranks: list[set[int]], counts_E: Sequence[float]) -> bool:
-    """Swap or replace an expert of the most loaded rank in ``ranks``; return False if no gain."""
+    """Swap or replace an expert of the most loaded rank, in place; return False if no gain."""
     num_E = [sum(e in held for held in ranks) for e in range(len(counts_E))]
     shares_E = [count / num for count, num in zip(counts_E, num_E, strict=True)]
     loads = [math.fsum(shares_E[e] for e in held) for held in ranks]

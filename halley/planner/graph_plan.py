@@ -38,7 +38,7 @@ def plan_graphs(
     profiles: str | Path = "",
     fill: bool = False,
 ) -> list[OrderReport]:
-    """Return reports of predicted times and memory: of a run's forward graph, and of its backward.
+    """Return predicted times and memory of a run's forward graph, then of its backward graph.
 
     The model is traced with fake tensors in a fake process group, with a balanced load. With
     passes, the predicted times are those of code that Inductor compiles. Without passes, they are
@@ -60,7 +60,7 @@ def plan_graphs(
         "profiles": profiles or shipped_path(hardware.name) or "",
         "measure": fill,
     }
-    parse_options(options)  # check before the trace: Dynamo wraps an error in its own type
+    parse_options(options)  # check before the trace: Dynamo wraps errors in its own exception
     backend, device = Backend(plans_only=True), torch.device("cuda" if fill else "cpu")
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -90,7 +90,7 @@ def compile_step(
     backend: Backend,
     options: dict[str, Any],
 ) -> tuple[MoETransformer, Callable[[torch.Tensor], None]]:
-    """Return a run's model with these strategies, and a function for compiled forward and backward.
+    """Return a run's model, and a function that runs its compiled forward and backward.
 
     Returns:
         The model, whose weights have no values yet, and a function that runs forward and backward
@@ -115,7 +115,7 @@ def compile_step(
 
 @contextlib.contextmanager
 def _alone(num_ranks: int) -> Iterator[None]:
-    """Make this process rank 0 of a fake process group for the block; no other rank exists."""
+    """In the ``with`` block, make this process rank 0 of a fake group of ``num_ranks`` ranks."""
     if dist.is_initialized():
         raise RuntimeError("a plan is made by one process: this one is a rank of several")
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
@@ -129,7 +129,7 @@ def _alone(num_ranks: int) -> Iterator[None]:
 
 @final
 class _FusedOperators(AbstractStrategy):
-    """Strategy fused or unfused for tracing only: the operator, without the buffers of a run."""
+    """Strategy fused or unfused, for tracing only: it calls the operator without real buffers."""
 
     def __init__(self, name: str, *, groups: ParallelGroups, device: torch.device) -> None:
         # Imported here so that plans without fused layers also run where Triton is missing.

@@ -35,22 +35,22 @@ from halley.symm_mem.access import peer_access
 if TYPE_CHECKING:
     from halley.compiler import OrderReport
 
-Progress = Callable[[str, int, int], None]  # text, steps done, total or 0
+Progress = Callable[[str, int, int], None]  # arguments: text, traces done, total (0: unknown)
 
-_IN_GRAPHS = ("functional", "fused")  # candidates with compiler passes
-_WITHOUT_PASSES = ("sequential", "chunked", "fused")  # candidates without
-_MOST_ROLES = 3  # the first MoE layer, the inner ones, the last
+_IN_GRAPHS = ("functional", "fused")  # candidates of a run with compiler passes
+_WITHOUT_PASSES = ("sequential", "chunked", "fused")  # candidates of a run without passes
+_MOST_ROLES = 3  # roles: first MoE layer, all inner MoE layers, last MoE layer
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """The chosen strategies, and predicted times of forward with backward in microseconds."""
+    """The chosen strategies, and predicted times of forward plus backward in microseconds."""
 
     strategies: tuple[str, ...]  # the strategy of each MoE layer
     step_us: float  # predicted time of a step with these strategies
-    uniform_us: dict[str, float]  # of a step with one strategy for all layers
-    unpassed_us: dict[str, float]  # the same for strategies that run without passes
+    uniform_us: dict[str, float]  # time of a step with one strategy for all layers, by its name
+    unpassed_us: dict[str, float]  # like ``uniform_us``, of strategies without passes
     problems: dict[str, str]  # the reason why a strategy cannot run, by its name
 
 
@@ -94,7 +94,7 @@ def plan_strategies(
 def find_problems(
     config: RunConfig, *, hardware: Hardware, fused_problem: str = ""
 ) -> dict[str, str]:
-    """Return why "functional" or "fused" cannot run, by name; ``fused_problem`` is for "fused"."""
+    """Return why "functional" or "fused" cannot run, by name; a name that can run is left out."""
     why = "expert_bias (true) must be false for it"
     found = {name: why for name in _IN_GRAPHS if config.model.moe.expert_bias}
     if fused_problem:
@@ -142,7 +142,7 @@ def choose_strategies(
         best = found
         places = range(num_roles)
         changed = [(*best[:at], name, *best[at + 1 :]) for at in places for name in names]
-        found = min([best, *changed], key=time_us)  # the first of equally fast ones, so ``best``
+        found = min([best, *changed], key=time_us)  # ``best`` if no change is faster
     return spread(found)
 
 
@@ -170,7 +170,7 @@ class StepTimes:
         self._known: dict[tuple[tuple[str, ...], str], float] = {}
 
     def __call__(self, strategies: tuple[str, ...], *, passed: bool = True) -> float:
-        """Return the predicted us of a step, if ``passed`` with the run's passes, else without."""
+        """Return a step's predicted microseconds, with the run's compiler passes if ``passed``."""
         num_further = len(strategies) - _MOST_ROLES - 1
         if num_further <= 0:
             return self._trace(strategies, passed=passed)
@@ -200,7 +200,7 @@ class StepTimes:
 def _chunked_us(config: RunConfig, *, num_ranks: int, hardware: Hardware) -> float:
     """Return the simulated microseconds of a chunked MoE layer minus those of a sequential one."""
     model, predictor = config.model, Predictor(hardware)
-    tp_size = config.expert_tp_size  # both strategies treat each shard as an expert
+    tp_size = config.expert_tp_size  # sequential and chunked layers treat each shard as an expert
     shape = LayerShape(
         num_tokens=config.train.batch_size * config.data.seq_len, hidden_size=model.hidden_size,
         intermediate_size=model.moe.intermediate_size // tp_size,

@@ -122,7 +122,7 @@ class AllToAllStrategy(AbstractStrategy):
         return all_to_all_tasks(shape, predictor, num_chunks=num_chunks)
 
     def _choose(self, starts_WE1: np.ndarray, *, top_k: int, experts: Experts) -> int:
-        """Return the number of chunks, from values that are the same on all ranks."""
+        """Return the number of chunks, fixed or predicted to be fastest; the same on all ranks."""
         if self.num_chunks:
             return self.num_chunks
         num_tokens = int(starts_WE1[:, -1].sum()) // (self.ep_size * top_k)
@@ -153,7 +153,7 @@ def run_all_to_all(
     recorder: Recorder,
     choose_num_chunks: Callable[[np.ndarray], int] | None = None,
 ) -> torch.Tensor:
-    """Dispatch tokens to their experts, compute, combine; return the weighted sums, ``(T, D)``.
+    """Dispatch tokens, run the experts, combine; return each token's weighted sum, ``(T, D)``.
 
     The experts are given as functions. Differentiable; a collective, forward and backward.
 
@@ -207,9 +207,9 @@ def _run_one_chunk(
     group: dist.ProcessGroup | None,
     recorder: Recorder,
 ) -> torch.Tensor:
-    """Dispatch all rows, run the experts, combine; return the output of each row in ``rows_ND``.
+    """Dispatch, run experts and combine, in one chunk; return each row's output, 0 if dropped.
 
-    Dropped rows come last, and their output is zero.
+    Dropped rows come last. They are not sent, and their output is zero.
     """
     (plan,), (compute,) = plans, experts
     num_dropped = rows_ND.shape[0] - plan.num_send
@@ -232,7 +232,7 @@ def _run_pipeline(
     group: dist.ProcessGroup | None,
     recorder: Recorder,
 ) -> torch.Tensor:
-    """Run experts and both all-to-alls in chunks that overlap; return outputs in order of the rows.
+    """Overlap a chunk's all-to-alls with experts of other chunks; return the output of each row.
 
     Dropped rows come last, and their output is zero. All dispatches start before the first combine:
     NCCL runs the collectives of a group in order, so no dispatch waits for a combine.
@@ -241,7 +241,7 @@ def _run_pipeline(
     splits = [*sizes, rows_ND.shape[0] - sum(sizes)]
     returned_ND = torch.empty_like(rows_ND)
     *received, dropped_ND = returned_ND.split(splits)
-    dropped_ND.zero_()  # in place, so before autograd records an operation on the buffer
+    dropped_ND.zero_()  # writes in place, so it must precede autograd's operations on the buffer
     exchanges = [
         _build_exchanges(plan, group=group, recorder=recorder, returned=part)
         for plan, part in zip(plans, received, strict=True)
@@ -273,7 +273,7 @@ def _build_exchanges(
     recorder: Recorder,
     returned: torch.Tensor | None = None,
 ) -> tuple[Exchange, Exchange]:
-    """Return a chunk's dispatch and combine all-to-alls; combine receives into ``returned``."""
+    """Return a chunk's dispatch and combine; combine receives into ``returned``, if it is given."""
     exchange = partial(Exchange, group=group, recorder=recorder)
     there, back = plan.send_splits, plan.recv_splits
     dispatch = exchange(name="dispatch", send_splits=there, recv_splits=back)
@@ -290,9 +290,9 @@ def _split_experts(experts: Experts, sizes: list[int]) -> list[ComputeRows]:
 def _start_table(
     keys_N: torch.Tensor, *, num_experts: int, group: dist.ProcessGroup | None
 ) -> Callable[[], np.ndarray]:
-    """Start to all-gather ``expert_starts``; return a function that waits and returns the table.
+    """All-gather where each expert's rows begin; return a function that waits for the table.
 
-    The table is ``(W, E + 1)`` int64, a copy on the host.
+    The table, ``(W, E + 1)`` int64 on the host, has the ``expert_starts`` of each rank.
     """
     starts_WE1 = gather_table(expert_starts(keys_N, num_experts), group=group)
     host_WE1 = starts_WE1.to("cpu", non_blocking=True)
@@ -312,7 +312,7 @@ def _start_table(
 def _copy_order(
     plan: DispatchPlan, *, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the order of received rows by expert, inverse and expert ends, int32 on ``device``."""
+    """Return the received rows' order by expert, its inverse, each expert's end, on ``device``."""
     num_local, num_recv = plan.num_local, plan.num_recv
     # The host computes the order while the rows are in flight. The memory is pinned, because a copy
     # from pageable memory would wait for the all-to-all.
@@ -327,7 +327,7 @@ def _copy_order(
 
 
 def all_to_all_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int) -> list[Task]:
-    """Return the simulator tasks of ``AllToAllStrategy`` with ``num_chunks`` chunks."""
+    """Return forward and backward simulator tasks of the strategy with ``num_chunks`` chunks."""
     rows = shape.num_tokens * shape.top_k
     hidden_bytes = shape.hidden_size * shape.itemsize
     reorder_us = predictor.memory_us(2.0 * rows * hidden_bytes, num_ops=1)
@@ -367,7 +367,7 @@ def all_to_all_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int
 
 
 def choose_num_chunks(shape: LayerShape, predictor: Predictor) -> int:
-    """Return the one of ``_NUM_CHUNKS`` whose forward plus backward is predicted to be shortest."""
+    """Return the number of chunks with the shortest predicted time of forward plus backward."""
     num_local = local_experts(shape.num_experts, ep_size=shape.ep_size)
     candidates = [n for n in _NUM_CHUNKS if n <= num_local]
     return min(

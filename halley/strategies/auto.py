@@ -43,8 +43,8 @@ class Decision(NamedTuple):
     """The strategy that "auto" has chosen for a kind of layer, why, and the measured times."""
 
     name: str  # the strategy chosen; "" before the first call
-    reason: str  # a sentence
-    times_us: dict[str, float]  # of each candidate on the slowest rank, if measured
+    reason: str  # why this strategy, a sentence; "" before the first call
+    times_us: dict[str, float]  # of each measured candidate, on the slowest rank
 
 
 _UNDECIDED = Decision(name="", reason="", times_us={})
@@ -98,7 +98,7 @@ class AutoStrategy(AbstractStrategy):
             strategy.release()
 
     def decision(self, shape: LayerShape, *, gradients: bool) -> Decision:
-        """Return the choice for layers without biases: name ("" before a call), reason, times.
+        """Return the decision for layers without biases; its name is "" before their first call.
 
         ``gradients`` selects calls with backward. The number of tokens in ``shape`` is ignored.
         """
@@ -127,7 +127,7 @@ class AutoStrategy(AbstractStrategy):
         return self.candidates[decision.name].forward(x_TD, routing, experts)
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
-        """Return tasks of the strategy chosen for training; before a choice, predicted fastest."""
+        """Return tasks of the strategy chosen for training, else of the predicted fastest one."""
         if name := self.decision(shape, gradients=True).name:
             return self.candidates[name].tasks(shape, predictor)
         return min((s.tasks(shape, predictor) for s in self.candidates.values()), key=makespan_us)
@@ -181,7 +181,7 @@ class AutoStrategy(AbstractStrategy):
         *,
         gradients: bool,
     ) -> tuple[dict[str, float], dict[str, str]]:
-        """Return the time in us of each named candidate, and errors of those that lacked memory.
+        """Return times in us of the candidates with enough memory, and errors of the others.
 
         A collective, with the same result on all ranks.
         """

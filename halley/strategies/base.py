@@ -23,7 +23,7 @@ PartRunner = Callable[[torch.Tensor, Routing], torch.Tensor]
 
 
 def share_of_tokens(shape: LayerShape, *, num_experts: int) -> float:
-    """Return the fraction of tokens with at least one of ``num_experts`` experts, if balanced."""
+    """Return the share of tokens that choose any of ``num_experts`` experts in uniform routing."""
     elsewhere = comb(shape.num_experts - num_experts, shape.top_k)
     return 1.0 - elsewhere / comb(shape.num_experts, shape.top_k)
 
@@ -58,7 +58,7 @@ class AbstractStrategy(abc.ABC):
         """
 
     def open_parts(self, experts: Experts) -> PartRunner:
-        """Return a function that runs a layer for a part of its tokens; call it at most 4 times.
+        """Return a function that runs a layer for some tokens, to be called at most 4 times.
 
         Strategies that compute the weight gradients of all calls at once override this method.
         """
@@ -66,7 +66,7 @@ class AbstractStrategy(abc.ABC):
 
     @property
     def gemm(self) -> str:
-        """Name of the GEMM implementation; strategies with equal names give equal bits."""
+        """Name of the GEMM implementation; bits are compared between strategies of equal names."""
         return "torch"
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
@@ -88,7 +88,7 @@ def wants_gradients(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> b
 
 
 def check_inputs(x_TD: torch.Tensor, experts: Experts) -> None:
-    """Raise a ``ValueError`` unless tokens and experts have one hidden size, dtype and device."""
+    """Raise a ``ValueError`` unless tokens and experts agree in hidden size, dtype and device."""
     weight = experts.up_LGD
     if x_TD.ndim != 2 or x_TD.shape[1] != weight.shape[2]:
         raise ValueError(
@@ -102,7 +102,7 @@ def check_inputs(x_TD: torch.Tensor, experts: Experts) -> None:
 
 
 def under_autocast(experts: Experts) -> Experts:
-    """Return the experts, cast to the autocast dtype as by ``F.linear`` if autocast is enabled."""
+    """Return the experts; if autocast is enabled, cast to its dtype, as ``F.linear`` does."""
     kind = experts.up_LGD.device.type
     if not torch.is_autocast_enabled(kind):
         return experts
@@ -127,7 +127,7 @@ class Lockstep:
         self._num_calls = 0
 
     def begin(self, x_TD: torch.Tensor, experts: Experts, **values: object) -> None:
-        """Begin a layer's forward pass; a collective if the kind of layer is new, or over gloo.
+        """Compare a layer across ranks before forward; a collective for new kinds, or over gloo.
 
         Does nothing while ``torch.compile`` traces. ``values`` are further values that must be the
         same on all ranks, by name. Different kinds of layers are a ``ValueError`` on all ranks, a
@@ -185,7 +185,7 @@ class Lockstep:
 
 def _open_guard(group: dist.ProcessGroup) -> Any:
     """Return a gloo process group of the same ranks, used only to compare passes; a collective."""
-    # Not the user's group: there, another collective of equal size could match the comparison.
+    # A new group: in the user's group, another collective of equal size could match a comparison.
     store, rank = group.get_group_store(), dist.get_rank(group)
     number = store.add(f"halley/guards/{rank}", 1)
     own_store = PrefixStore(f"halley/guard/{number}", store)
@@ -218,7 +218,7 @@ def gemms_us(
 def experts_us(
     shape: LayerShape, predictor: Predictor, *, num_rows: float, num_groups: int
 ) -> float:
-    """Return the predicted forward time of unfused experts; arguments as for ``gemms_us``."""
+    """Return the predicted forward time of a rank's experts: GEMMs, activation, row reordering."""
     up_us, down_us = gemms_us(shape, predictor, num_rows=num_rows, num_groups=num_groups)
     columns = 2 * shape.up_size + 3 * shape.intermediate_size + 4 * shape.hidden_size
     moved = num_rows * shape.itemsize * columns

@@ -1,4 +1,4 @@
-"""Strategies "fused", kernels that communicate beside GEMMs; "unfused", these kernels one by one.
+"""Strategy "fused" communicates beside GEMMs; "unfused" runs the same kernels one by one.
 
 The process group is only used in the first call of a buffer shape and when buffers grow; the
 kernels of ``fused/op.py`` communicate through symmetric memory.
@@ -105,7 +105,7 @@ class FusedStrategy(AbstractStrategy):
     def forward_in_graph(
         self, x_TD: torch.Tensor, routing: Routing, experts: Experts
     ) -> torch.Tensor:
-        """Return what ``forward`` returns, by one operator, for graphs of ``torch.compile``.
+        """Run the layer by one operator, for graphs of ``torch.compile``; return its output.
 
         A model whose blocks are compiled one by one needs it: ``forward`` saves the ordering token
         for the backward of each graph, and later graphs overwrite it. Here only data orders the
@@ -117,7 +117,7 @@ class FusedStrategy(AbstractStrategy):
         return torch.ops.halley.fused_experts.default(*call, self.workspaces.handle)[0]
 
     def prepare(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> Workspace:
-        """Check inputs; return a layer's buffers, allocated now if not made before. Collective."""
+        """Check inputs; return the layer's buffers. If missing, allocate them: a collective."""
         self._check_all(x_TD, routing, experts)
         return self.workspaces.find(x_TD, routing.topk_idx_TK, experts.up_LGD)
 
@@ -148,7 +148,7 @@ class FusedStrategy(AbstractStrategy):
     def _check(
         self, x_TD: torch.Tensor, routing: Routing, experts: Experts, *, backward: bool
     ) -> None:
-        """Check inputs. On a GPU, check and compile only for new sizes, dtypes or strides."""
+        """Check inputs. In eager GPU code, check only new kinds of inputs, and compile for them."""
         # Dynamo guards on state that it reads, so it would retrace when the set ``_checked`` grows.
         if torch.compiler.is_compiling() or not x_TD.is_cuda:
             self._check_all(x_TD, routing, experts)
@@ -255,7 +255,7 @@ def fused_tasks(
     publish_us = predictor.memory_us(2.0 * shape.num_tokens * row_bytes)
     plan_us = predictor.memory_us(32.0 * rows, num_ops=2) + predictor.hardware.link_latency_us
     link_us = predictor.all_to_all_us(crossings * shape.hidden_size * shape.itemsize)
-    expand_us = predictor.memory_us(2.0 * rows * row_bytes)  # each token to all its experts
+    expand_us = predictor.memory_us(2.0 * rows * row_bytes)  # copies of each token, one per expert
     sum_us = predictor.memory_us((rows + 2.0 * crossings + shape.num_tokens) * row_bytes)
     # Task 0 of the fused first GEMM has the rows of this rank, which do not cross the link.
     num_sources, num_own = (ranks, 1) if fused else (1, 0)
@@ -264,7 +264,7 @@ def fused_tasks(
     def run_pass(
         suffix: str, first: tuple[str, float], second: tuple[str, float], *, needs: str
     ) -> list[Task]:
-        """Return the tasks of forward or of backward; each GEMM is given by name and duration."""
+        """Return tasks of a pass without weight gradients; its GEMMs are given by name and time."""
         fetch = f"dispatch{suffix}"
         share_us = link_us / (num_sources - num_own or 1)
         tasks = [

@@ -76,7 +76,7 @@ class HierarchicalStrategy(AbstractStrategy):
         self.inner, self.recorder = inner, recorder
         self.pipeline, self.tp_size = pipeline, inner.tp_size
         self.has_fixed_sizes = has_fixed_sizes
-        self._tables: dict[int, NodeTables] = {}  # by experts of a node
+        self._tables: dict[int, NodeTables] = {}  # by number of experts of a node
         self._fixed: dict[tuple[object, ...], tuple[int, Crossing]] = {}  # by kind of layer
         self._lockstep = Lockstep("hierarchical", group=group, tp_size=self.tp_size)
 
@@ -135,7 +135,7 @@ class HierarchicalStrategy(AbstractStrategy):
     def _pad_tokens(
         self, x_TD: torch.Tensor, routing: Routing, tables: NodeTables
     ) -> tuple[torch.Tensor, Routing, Crossing]:
-        """Return tokens and routing padded to a fixed number of tokens, and their ``Crossing``."""
+        """Pad to a fixed number of tokens; return tokens, routing and the rows that cross nodes."""
         idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
         num_tokens = len(x_TD)
         kind = (x_TD.shape[1], x_TD.dtype, idx_TK.shape[1], tables.num_experts)
@@ -170,7 +170,7 @@ def _run_parts(
     wire: Wire,
     started: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
-    """Run own and received tokens in the order of a pipeline; return own tokens' sums of all nodes.
+    """Run own and received tokens in a pipeline's order; return own tokens' sums over all nodes.
 
     ``run`` runs a part of the tokens on the experts of this node, ``own`` is the routing of this
     rank's tokens inside the node, and ``started`` are the results of ``Wire.send_rows``.

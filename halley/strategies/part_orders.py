@@ -1,4 +1,4 @@
-"""Pipelines: orders of a layer's computation and exchanges across nodes; their simulator tasks.
+"""Define in which orders a layer across nodes computes and exchanges; list its simulator tasks.
 
 The strategy ``hierarchical`` divides the tokens into parts. Each part is one call of its inner
 strategy, which works inside one node.
@@ -14,7 +14,7 @@ from halley.strategies.base import AbstractStrategy, comm_task, compute_task, sh
 
 @dataclass(frozen=True)
 class Part:
-    """The tokens that the strategy over one node's ranks computes in one call."""
+    """The tokens of one call of the inner strategy, which works inside one node."""
 
     own: float = 0.0  # fraction of this rank's tokens that are in the part
     chunk: int | None = (
@@ -30,7 +30,7 @@ class Pipeline:
     then the tokens of other nodes, then the other half while the results of those tokens return.
     """
 
-    name: str  # in results and in the reasons of ``AutoStrategy``
+    name: str  # shown in results and in the reasons of ``AutoStrategy``
     parts: tuple[Part, ...]  # at most 4
 
     @property
@@ -82,9 +82,9 @@ def list_tasks(
             after=listed[-1].name,
             suffix=".backward" if backward else "",
         )
-    weights = _list_part(shape, 1.0, predictor, nodes, inner)[2]  # one GEMM for all parts
+    weights = _list_part(shape, 1.0, predictor, nodes, inner)[2]  # weight gradients of all parts
     weights_us = sum(task.duration_us for task in weights)
-    # The task is inserted before the last one, which waits for the gradients of the tokens.
+    # Weight gradients precede the last task, which waits for token gradients from other nodes.
     listed.insert(len(listed) - 1, compute_task("weights", weights_us, needs=()))
     return listed
 
@@ -119,7 +119,7 @@ def _list_pass(
     after: str,
     suffix: str,
 ) -> list[Task]:
-    """Return simulator tasks of forward or backward: exchanges beside the parts, then sums.
+    """Return simulator tasks of forward or backward: parts, exchanges beside them, final sum.
 
     ``parts`` are the tasks of each part, and ``chunks`` the chunk of tokens from other nodes that
     it receives, or None. ``after`` is the name of the task before the first of them.
@@ -140,7 +140,7 @@ def _list_pass(
 
 
 def _rename(tasks: list[Task], suffix: str, *, needs: str) -> list[Task]:
-    """Return copies of tasks with a name suffix; tasks without inputs get the input ``needs``."""
+    """Return renamed copies of tasks; those that wait for no other of them wait for ``needs``."""
     names = {task.name for task in tasks}
     return [
         replace(

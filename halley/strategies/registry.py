@@ -47,8 +47,8 @@ STRATEGIES = (
     "auto",
 )
 PLANNED = "planned"  # in the configuration of a run: a plan selects the strategy of each layer
-# SMs that the kernels inside a node leave to NCCL. With 2 or 6, forward and backward of
-# Mixtral-8x7B and Phi-3.5-MoE take 1 to 6 % less time than with 0, at 14 GB/s on two H100.
+# SMs that the kernels inside a node leave to NCCL. 4 is between 2 and 6: with either, forward and
+# backward of Mixtral-8x7B and Phi-3.5-MoE take 1 to 6 % less than with 0, at 14 GB/s on two H100.
 _NETWORK_SMS = 4
 _FUSED = ("unfused", "fused")  # run Halley's kernels, one after another or overlapped
 _OLD_NAMES = {"gathered": "all_gather"}
@@ -210,7 +210,7 @@ def build_pipelines(
 def _build_hierarchical(
     name: str, group: dist.ProcessGroup | None, options: dict[str, Any]
 ) -> AbstractStrategy:
-    """Return "auto" over all ``PIPELINES``; on a CPU or one node, ``SPLIT`` without "auto"."""
+    """Return "auto" over a strategy per pipeline; on a CPU or one node, that of ``SPLIT``."""
     device, recorder = options["device"], options["recorder"]
     pipelines = build_pipelines(name, group, **options)
     # A CPU runs one pipeline, as its times say nothing about a GPU. With one node, no rows cross.
@@ -220,7 +220,7 @@ def _build_hierarchical(
 
 
 def _build_auto(group: dist.ProcessGroup | None, options: dict[str, Any]) -> AutoStrategy:
-    """Return "auto" over "sequential", "chunked" and, where they help, "fused", "all_gather"."""
+    """Return "auto" over "sequential", "chunked" and, where useful, "fused" and "all_gather"."""
     device, shares_workspaces = options["device"], options["workspaces"] is not None
     names, left_out = ["sequential", "chunked"], dict[str, str]()
     if device.type == "cpu" and not shares_workspaces:
@@ -249,14 +249,14 @@ def build_strategies(
     device: torch.device | str,
     **options: Any,
 ) -> list[AbstractStrategy]:
-    """Return the strategy of each layer; equal names share one; fused and unfused share buffers.
+    """Return each layer's strategy. Equal names share one object; fused and unfused share buffers.
 
     ``names`` has one name for each layer; the other arguments are as for ``build_strategy``.
     """
     built: dict[str, AbstractStrategy] = {}
     for name in dict.fromkeys(names):
         built[name] = build_strategy(name, group, device=device, **options)
-        # Shared workspaces also put the passes of their layers in one order, the same on all ranks.
+        # Shared workspaces save memory, and keep all layers' passes in one order on all ranks.
         if _parse(name).kind in _FUSED:
             options["workspaces"] = cast(Any, built[name]).workspaces
     return [built[name] for name in names]

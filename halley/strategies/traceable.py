@@ -2,7 +2,7 @@
 
 ``all_to_all`` reads the routing table with numpy, which breaks a graph in two at each layer. Here,
 a functional collective exchanges the counts, and the splits of the all-to-alls are symbolic sizes.
-The two strategies share no code, because in eager mode traceable operators cost time on the host.
+The two are written separately, because in eager mode traceable operators cost time on the host.
 
 ``run_on_one_rank`` is the same for a single rank. It exchanges nothing, so no size depends on data.
 """
@@ -81,7 +81,7 @@ class TraceableStrategy(AbstractStrategy):
         return self._lockstep.end(combine_rows(returned_ND, slots_N, weights_TK))
 
     def _run_fixed(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
-        """Run the layer with C rows for each expert, its capacity; rows without a slot are zero."""
+        """Run the layer with ``capacity`` rows per expert and rank; rows without slots are zero."""
         if routing.capacity is None:
             raise ValueError("capacity_factor (0) of the router must be above 0 with fixed_sizes")
         if not x_TD.shape[0]:
@@ -115,7 +115,7 @@ class TraceableStrategy(AbstractStrategy):
         send_splits: list[int] | None = None,
         recv_splits: list[int] | None = None,
     ) -> torch.Tensor:
-        """Return rows received in an all-to-all; without splits, equal numbers and no gradient."""
+        """Run an all-to-all of rows; without splits, sizes are equal and there is no gradient."""
         if self.group is None:
             return rows_NX
         exchange = fc.all_to_all_single if send_splits is None else fc.all_to_all_single_autograd
@@ -140,7 +140,7 @@ def find_one_rank_problem(experts: Experts) -> str:
 
 
 def run_on_one_rank(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
-    """Return the weighted sums over the experts of a single rank, ``(T, D)``, in one graph.
+    """Return weighted sums over one rank's experts, ``(T, D)``; ``torch.compile`` gets one graph.
 
     The host reads nothing, and no size depends on data. So dropped slots have rows too, after all
     other rows, and no expert multiplies them. Differentiable as ``AbstractStrategy.forward``, with

@@ -29,12 +29,12 @@ class MemoryLocation:
     """Host and device of a rank's memory, and the other GPUs whose memory its GPU can address."""
 
     host: str
-    boot_id: str  # identifies the host's kernel, as two hosts may have one name; or ""
+    boot_id: str  # of the host's kernel, as two hosts may have one name; "" if unknown
     device: str  # "cpu" or "cuda:<index>"
     # st_dev of /dev/shm, which differs between containers; None on a GPU or without /dev/shm.
     shm_id: int | None = None
     uuid: str = ""  # uuid of the GPU
-    reachable: tuple[str, ...] = ()  # uuids of the GPUs whose memory this one can address
+    reachable: tuple[str, ...] = ()  # uuids of the GPUs whose memory this GPU can address
     may_share: bool = False  # the rank may use the GPU of another rank, see ``MAY_SHARE``
 
 
@@ -68,7 +68,7 @@ def find_problem(locations_W: list[MemoryLocation]) -> str:
             if here.may_share and there.may_share:
                 continue
             return f"{both} share one GPU, {here.device} and {there.device}"
-        if here.device == there.device:  # torch's symmetric memory knows a GPU by its index
+        if here.device == there.device:  # torch's symmetric memory identifies GPUs by index
             return (
                 f"{both} both call their GPU {here.device}: let every rank see all GPUs "
                 "(CUDA_VISIBLE_DEVICES)"
@@ -106,7 +106,7 @@ def _locate(device: torch.device) -> MemoryLocation:
     boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
     host: dict[str, Any] = {"host": socket.gethostname(), "boot_id": boot_id}
     if device.type == "cpu":
-        # Without /dev/shm this is None, no error: ``find_problem`` reports it on all ranks.
+        # Without /dev/shm, use None: ``find_problem`` then reports this on all ranks.
         shm_id = SHM.stat().st_dev if SHM.is_dir() else None
         return MemoryLocation(**host, device="cpu", shm_id=shm_id)
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 _ALLOCATION = "an allocation of symmetric memory"  # name of the operation in messages
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-ALIGNMENT = 256  # bytes of a base address, more than any load or TMA descriptor needs
+ALIGNMENT = 256  # bytes, of each base address; more than loads or TMA descriptors need
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,7 +73,7 @@ class AbstractSymmHeap(abc.ABC):
     # A tensor allocated in inference mode, as during evaluation, could not be used in training.
     @torch.inference_mode(mode=False)
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmTensor:
-        """Allocate and return a tensor; its copies are zero on all ranks by then. Collective.
+        """Return a new tensor; when this returns, its copies on all ranks are zero. Collective.
 
         ``shape`` is that of one copy, the same on all ranks; () is one element.
 
@@ -132,7 +132,7 @@ class AbstractSymmHeap(abc.ABC):
 
     @abc.abstractmethod
     def _allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int], object]:
-        """Return zeroed local memory (uint8), all copies' addresses, and the addresses' owner.
+        """Return zeroed local memory (uint8), all copies' addresses, and the owner of the mappings.
 
         The addresses are valid as long as the owner lives. A failure on a rank is raised on all.
         """
@@ -234,7 +234,7 @@ class CudaHeap(AbstractSymmHeap):
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
-        """Create the heap of ranks with a GPU each, or of one process (``group`` None). Collective.
+        """Create the heap of a group with a GPU per rank, or of one process (None). Collective.
 
         GPUs that cannot address each other's memory are a ``RuntimeError``.
         """
@@ -245,7 +245,7 @@ class CudaHeap(AbstractSymmHeap):
             problem = peer_access(group, self.device)
         if problem:
             raise RuntimeError(f"no symmetric memory: {problem}")
-        with torch.inference_mode(mode=False):  # usable in training too, see ``zeros``
+        with torch.inference_mode(mode=False):  # so that training can write it too
             self._token = torch.zeros(1, dtype=torch.int32, device=self.device)
 
     def barrier(self) -> None:

@@ -1,4 +1,4 @@
-"""Prepare the layer benchmark: check sizes, build strategies, find the terms of lower bounds."""
+"""Prepare the layer benchmark: check sizes, build strategies, find lower bounds of the times."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -199,7 +199,7 @@ def _triton_gemms(counts_L: torch.Tensor, tensors: LayerTensors) -> Callable[[],
 
 
 def measure_link(groups: ParallelGroups, *, device: torch.device) -> float:
-    """Return the bytes/s that a rank sends to others in an all-to-all; 0 for one rank."""
+    """Measure the bytes/s that a rank sends to others in an all-to-all (0 if alone); collective."""
     if groups.ep is None:
         return 0.0
     num_bytes = _PROBE_BYTES[device.type]
@@ -214,7 +214,7 @@ def measure_link(groups: ParallelGroups, *, device: torch.device) -> float:
 
 
 def wire_us(tensors: LayerTensors, *, link_bytes_per_s: float) -> float:
-    """Return the least us of dispatch that the most loaded rank's link allows; a collective.
+    """Return the shortest dispatch, in us, that the most loaded rank's link allows; a collective.
 
     Combine needs the same time: it returns one row per (token, destination rank). A token is sent
     once to each destination rank, even if several of its experts are there. It is sent to every

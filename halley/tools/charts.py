@@ -28,7 +28,7 @@ _INCHES_PER_DOT = 0.24
 # Okabe and Ito's palette for colour-blind readers: https://jfly.uni-koeln.de/color/
 _BLUE, _ORANGE = "#0072B2", "#E69F00"
 _STRATEGY_COLOURS = (_BLUE, _ORANGE, "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
-# Matplotlib's arguments for bars, by kind of stream. The lanes of a rank have the same order.
+# Matplotlib's arguments for bars, by kind of stream. The lanes of a rank are in this order.
 _STYLES: dict[str, dict[str, Any]] = {
     "compute": {"label": "computation", "facecolor": _BLUE, "edgecolor": "white"},
     "comm": {"label": "communication, hidden", "facecolor": _ORANGE, "edgecolor": "white"},
@@ -78,7 +78,7 @@ def draw_timelines(timelines: Mapping[str, Sequence[Span]], path: str | Path) ->
     grid[-1].set_xlabel("time (ms)", fontsize=FONT_PT, color=INK)
     kinds = {_kind(bar.stream) for bar in bars}
     _draw_legend(figure, [Patch(**style) for kind, style in _STYLES.items() if kind in kinds])
-    # Labels follow last: bars have a width in pixels only after matplotlib has laid out the figure.
+    # Draw labels last: bars have a width in pixels only after matplotlib has laid out the figure.
     figure.draw_without_rendering()
     for axes, lanes in zip(grid, panels.values(), strict=True):
         _label_bars(axes, lanes)
@@ -158,7 +158,7 @@ def draw_sweeps(found: "Sequence[TunedConfig]", path: Path) -> None:
 
 
 def gains(tuned: "TunedConfig") -> list[tuple[str, float]]:
-    """Return pairs (setting, % more time than with the best settings of earlier groups)."""
+    """Return pairs: a setting, and % more time than with the best settings tuned before it."""
     return [
         (setting, 100.0 * (duration_us / sweep[""] - 1.0))
         for sweep in tuned.sweeps.values()
@@ -282,7 +282,7 @@ def _draw_lanes(axes: "Axes", lanes: list[_Lane]) -> None:
 
 
 def _tell_times(axes: "Axes", spans: Sequence[Span]) -> None:
-    """Mark the end of a timeline; write its length and most exposed communication of any rank."""
+    """Mark the end of a timeline; write its length and the longest exposed time of a rank."""
     length = (max(span.end_us for span in spans) - min(span.start_us for span in spans)) / 1e3
     ranks = {span.rank for span in spans}
     by_rank = [[span for span in spans if span.rank == rank] for rank in ranks]
@@ -306,12 +306,12 @@ def _label_bars(axes: "Axes", lanes: list[_Lane]) -> None:
         # "void at::native::add<float>(int)" becomes "add", "gloo:all_to_all" becomes "all_to_all".
         label = bar.name.removeprefix("void ").split("<")[0].split("(")[0].strip()
         label = label.split("::")[-1].removeprefix("gloo:")
-        if width < 6.0 * len(label):  # surely too long; matplotlib measures texts slowly
+        if width < 6.0 * len(label):  # surely too long; to measure a text is slow
             continue
         text = axes.text(start_ms + duration_ms / 2, y, label, fontsize=FONT_PT - 1.5)
         colour = "white" if _kind(bar.stream) == "compute" else INK
         text.set(color=colour, ha="center", va="center_baseline", zorder=4)
-        text.set_in_layout(False)  # else each text makes matplotlib lay out the figure
+        text.set_in_layout(False)  # else matplotlib lays out the figure again for each text
         if text.get_window_extent().width > width:
             text.remove()
         elif bar.stream == "exposed":

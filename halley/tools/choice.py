@@ -35,7 +35,7 @@ class LayerMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerChoice:
-    """The choice of strategy "auto" for forward of one layer, and the memory that fused needs."""
+    """The strategy that "auto" chose for forward of one layer, and the memory that fused needs."""
 
     model: str
     num_tokens: int  # tokens per rank
@@ -194,14 +194,14 @@ def layer_memory(
     forward = (
         saved + capacity_rows * activation_bytes + tokens
     )  # the output has the size of the tokens
-    at_start = saved + tokens + recomputed_rows  # the gradient of the output as well
+    at_start = saved + tokens + recomputed_rows  # the output's gradient is as large as ``tokens``
     # With save="inputs", backward frees the token copies when it has recomputed the rows.
     until_end = at_start - (copies if save == "inputs" else 0)
     results = tokens + 4 * shape.num_tokens * shape.top_k  # gradients of tokens, routing weights
     weights = 4 * num_rows  # routing weights by row
     weight_grads = 4 * num_rows * num_parts
-    # In this sum, ``pre`` is the size of its gradients, ``activations`` that of the weighted
-    # activations, and ``rows`` that of the gradients of the rows.
+    # In this sum, ``pre`` counts the gradient of pre, ``activations`` the weighted activations, and
+    # ``rows`` the gradients of the rows: each pair has one size.
     dispatched = until_end + recomputed_pre + pre + activations + rows + weight_grads
     peak = max(
         forward,
@@ -215,7 +215,7 @@ def layer_memory(
 
 
 def _announce_runs(candidates: dict[str, AbstractStrategy], report: Progress, total: int) -> None:
-    """Make each ``forward`` first report its candidate, and the number of earlier runs of all."""
+    """Wrap each candidate's ``forward``, in place, to report its name and the runs done before."""
     num_runs = count()
 
     def announced(name: str, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -49,7 +49,7 @@ class Link:
     first: int
     second: int
     peer_access: bool  # whether each GPU can address the memory of the other
-    kind: str | None  # of nvidia-smi, such as "NVLink (NV18)" or "PCIe (PIX)"; None if unknown
+    kind: str | None  # by nvidia-smi, such as "NVLink (NV18)" or "PCIe (PIX)"; None if unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ def _links() -> list[Link]:
 
 
 def _smi_indices() -> dict[int, int]:
-    """Return nvidia-smi's index of a GPU by torch's, which CUDA_VISIBLE_DEVICES may change."""
+    """Return nvidia-smi's index of each GPU by torch's: only torch obeys CUDA_VISIBLE_DEVICES."""
     answer = _ask_smi("--query-gpu=index,uuid", "--format=csv,noheader")
     pairs = re.findall(r"^(\d+), (?:GPU-)?(\S+)$", answer, re.MULTILINE)
     index_of = {uuid: int(index) for index, uuid in pairs}

@@ -48,7 +48,7 @@ from halley.tools.timer import (
 _DIRECTIONS = ("forward", "forward_backward")
 _SEARCH_SAMPLES = 5  # timed runs of each setting of a strategy, to find the fastest setting
 _HOST_SAMPLES = 10
-_CHECKED_CALL = 3  # later calls may replay the launches of earlier ones, so check a later one
+_CHECKED_CALL = 3  # number of the call to check: calls after the first may replay launches
 
 
 def bench_layer(
@@ -136,10 +136,10 @@ def _check_values(
     *,
     on_progress: Callable[[int, int], None],
 ) -> dict[str, tuple[float, bool]]:
-    """Return each candidate's largest error, and if bits match the first with its GEMM; collective.
+    """Return each candidate's largest relative error, and whether its bits match; a collective.
 
-    Errors are relative. The first is the first candidate with the same GEMM implementation. Forward
-    without gradients must also give the bits of forward with gradients.
+    The bits must be those of the first candidate with the same GEMM implementation. Forward without
+    gradients must also give the bits of forward with gradients.
     """
     expected, device = reference_outputs(tensors), tensors.x_TD.device
     first: dict[
@@ -202,7 +202,7 @@ def _untimed_keys(run: Callable[[], object], recorder: Recorder, tensors: LayerT
     sent_bytes = float(recorder.sent_bytes)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    host_us: list[float] = []  # with the time in which the host waits for the GPU
+    host_us: list[float] = []  # includes the time in which the host waits for the GPU
     for _ in range(_HOST_SAMPLES if device.type == "cuda" else 1):
         begin = time.perf_counter()
         run()
@@ -272,7 +272,7 @@ def _row(
 
 
 def _link_name(device: torch.device) -> str | None:
-    """Return the link that NCCL_* set: "sockets", "channels" (one), "nvlink"; None on a CPU."""
+    """Return the link by NCCL_* variables: "sockets", "channels" (one), "nvlink"; None on a CPU."""
     if device.type != "cuda":
         return None
     if os.environ.get("NCCL_NET") == "Socket" and "NCCL_HOSTID" in os.environ:

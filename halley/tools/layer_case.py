@@ -24,7 +24,7 @@ from halley.tools.skew import parse_load, sample_routing
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCase:
-    """The MoE layer of a model with a number of tokens and a load of the experts, to measure."""
+    """The MoE layer of a model to measure, its number of tokens, and the load of its experts."""
 
     model: ModelConfig  # has the sizes of the layer
     num_tokens: int  # tokens per rank

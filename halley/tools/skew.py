@@ -1,4 +1,4 @@
-"""Draw random routing with a given load: the share of each expert in the routed rows."""
+"""Draw random routing for a given load: each expert's share of all routed rows (K per token)."""
 
 import math
 
@@ -14,7 +14,7 @@ def balanced_load(num_experts: int) -> torch.Tensor:
 
 
 def load_with_std(num_experts: int, *, std: float, top_k: int) -> torch.Tensor:
-    """Return experts' shares of routed rows, linearly decreasing, with standard deviation ``std``.
+    """Return experts' shares of routed rows, decreasing linearly by expert id, with std ``std``.
 
     A share lies between 0 and ``1 / top_k``, because a token chooses an expert at most once.
 
@@ -37,7 +37,7 @@ def load_with_std(num_experts: int, *, std: float, top_k: int) -> torch.Tensor:
 
 
 def zipf_load(num_experts: int, *, exponent: float, top_k: int) -> torch.Tensor:
-    """Return experts' shares, proportional to ``1 / (1 + index) ** exponent``, at most 1 / top_k.
+    """Return experts' row shares, proportional to ``(1 + id) ** -exponent`` but at most 1 / top_k.
 
     The excess of larger shares is divided among the other experts, in proportion to their shares.
     """
@@ -47,7 +47,7 @@ def zipf_load(num_experts: int, *, exponent: float, top_k: int) -> torch.Tensor:
     weight_E, cap = place_E.pow(-exponent), 1.0 / top_k
     capped_E = torch.zeros_like(weight_E, dtype=torch.bool)
     share_E = weight_E / weight_E.sum()
-    # A capped share raises the others, which may then exceed the cap. So repeat until none does.
+    # Capping a share raises the others, which may then exceed the cap: repeat until none does.
     while bool((share_E > cap * (1 + 1e-12)).any()):
         capped_E |= share_E > cap
         rest = 1.0 - cap * int(capped_E.sum())
@@ -56,7 +56,7 @@ def zipf_load(num_experts: int, *, exponent: float, top_k: int) -> torch.Tensor:
 
 
 def one_hot_load(num_experts: int, *, top_k: int) -> torch.Tensor:
-    """Return experts' row shares if every token chooses expert 0, and the others equally often."""
+    """Return row shares if each token chooses expert 0, and the others have equal loads."""
     if num_experts == 1:
         return torch.ones(1, dtype=torch.float64)
     rest = (1.0 - 1.0 / top_k) / (num_experts - 1)
@@ -66,7 +66,7 @@ def one_hot_load(num_experts: int, *, top_k: int) -> torch.Tensor:
 
 
 def parse_load(text: str, *, num_experts: int, top_k: int) -> torch.Tensor:
-    """Return experts' row shares for "balanced", "std:0.032", "cv:0.256", "zipf:1.2" or "one-hot".
+    """Return experts' row shares for the text "balanced", "one-hot", "std:X", "cv:X" or "zipf:X".
 
     "cv" is the standard deviation over the mean share. For 8 experts "cv:0.256" equals "std:0.032",
     and it is equally uneven for any other number of experts. Other texts are a ``ValueError``.
@@ -129,11 +129,11 @@ def sample_routing(
     covered_TE = (load_E.to(torch.float64) * top_k)[order_TE].cumsum(1)
     covered_TE *= (
         top_k / covered_TE[:, -1:]
-    )  # the line of all experts ends at top_k in spite of rounding
+    )  # after scaling, each cumulative sum ends at top_k in spite of rounding
     start_T1 = torch.rand(num_tokens, 1, generator=generator, dtype=torch.float64)
     points_TK = start_T1 + torch.arange(top_k, dtype=torch.float64)
     place_TK = torch.searchsorted(covered_TE, points_TK, right=True).clamp_max(load_E.numel() - 1)
-    # No weight is nearly 0, because a wrong output of that expert would then not be noticed.
+    # At least 1e-3, so that a wrong output of any chosen expert changes the result noticeably.
     weights_TK = torch.rand(num_tokens, top_k, generator=generator).clamp_min(1e-3)
     weights_TK /= weights_TK.sum(1, keepdim=True)
     return Routing(

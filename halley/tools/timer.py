@@ -30,7 +30,7 @@ Row = dict[str, object]  # the keys and values of a result line
 
 _NUM_GRAPH_WARMUPS = 3
 _CPU_FLUSH_BYTES = 64 * 2**20  # larger than the last-level cache of common CPUs
-_START_DELAY_NS = 500_000  # from the arrival of the last rank to the common start
+_START_DELAY_NS = 500_000  # from the last rank's call of ``start_together`` to the common start
 _NUM_WAIT_SAMPLES = 3
 
 
@@ -45,7 +45,7 @@ class Timing:
 
 
 def summarise(samples_us: Sequence[float]) -> Timing:
-    """Return the median, 10th and 90th percentile of samples, interpolated between samples."""
+    """Return a ``Timing``: the samples, their median, and interpolated 10th, 90th percentiles."""
     p10_us, p90_us = np.percentile(samples_us, [10, 90])
     return Timing(
         median_us=statistics.median(samples_us),
@@ -81,14 +81,14 @@ def time_interleaved(
         raise ValueError(f"num_samples ({num_samples}) must be at least 1")
     device, runs = torch.device(device), list(variants.values())
     num_bytes = _CPU_FLUSH_BYTES
-    if device.type == "cuda":  # twice the cache, because its replacement policy is not known
+    if device.type == "cuda":  # twice the L2 size, because its replacement policy is unknown
         num_bytes = 2 * torch.cuda.get_device_properties(device).L2_cache_size
     flush = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     total = (num_warmup + num_samples) * len(variants)
     samples_us: list[list[float]] = [[] for _ in variants]
     was_enabled = gc.isenabled()
     gc.collect()
-    gc.disable()  # a pause on one rank would delay the sample of all ranks
+    gc.disable()  # a garbage collection on one rank would delay the sample of all
     try:
         for done in range(total):
             round_index, index = divmod(done, len(variants))
@@ -116,7 +116,7 @@ def measure_waits(
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> float | None:
-    """Return the us that a run waits for communication, maximum over ranks, or None; collective.
+    """Return the most us that ``run`` waits for communication on a rank, or None; a collective.
 
     The result is the median of three calls of ``run``. It is None if the layers do not record their
     waits. ``recorder`` is that of the layers; it is enabled only during this function.
@@ -137,7 +137,7 @@ def measure_waits(
 def max_over_ranks(
     values: Sequence[float], *, device: torch.device, group: dist.ProcessGroup | None
 ) -> list[float]:
-    """Return each value's maximum over the ranks of a group, or ``values`` for None; collective."""
+    """Return each value's maximum over the ranks, or the values for group None; a collective."""
     largest = torch.tensor(values, dtype=torch.float64, device=device)
     if group is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -145,11 +145,11 @@ def max_over_ranks(
 
 
 def no_progress(text: str, done: int, total: int) -> None:
-    """Do nothing: the ``Progress`` of a measurement that shows none."""
+    """Do nothing: the default ``Progress`` callback of measurements, which shows no progress."""
 
 
 def start_together(device: torch.device, *, group: dist.ProcessGroup | None = None) -> None:
-    """Wait for idle devices; return at about the same time on all ranks of a group; a collective.
+    """Wait for this rank's device; return at about the same time on all ranks. Collective.
 
     Ranks leave a barrier up to 100 us apart (measured on 4 H200), and that difference would count
     in a sample. Therefore ranks of one machine agree on a start time of its monotonic clock. The
@@ -163,7 +163,7 @@ def start_together(device: torch.device, *, group: dist.ProcessGroup | None = No
 
 
 def agree_on_begin(device: torch.device, *, group: dist.ProcessGroup | None = None) -> int:
-    """Return a future time for all ranks in ns of their common monotonic clock, or 0; a collective.
+    """Return one future time for all ranks, in ns of the monotonic clock, or 0; a collective.
 
     The result is 0 if the ranks are on several machines, which share no clock.
     """
@@ -185,7 +185,7 @@ def _clock_id() -> int:
 
 
 def machine_keys(groups: ParallelGroups, *, device: torch.device, commit: str | None) -> Row:
-    """Return keys and values of a result line for the machine, versions, commit and date.
+    """Return the keys and values of a result line that name the machine, versions, commit and date.
 
     ``commit`` None takes that of the working tree that contains this package, or "unknown".
     """
@@ -237,7 +237,7 @@ def results_path(folder: Path, row: Row) -> Path:
 
 
 def write_rows(rows: list[Row], folder: Path) -> Path:
-    """Replace the result file of the rows' case and machine by the rows; return the file's path."""
+    """Write rows to the result file of their case and machine, replacing it; return its path."""
     path = results_path(folder, rows[0])
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.tmp")

@@ -1,4 +1,4 @@
-"""Profile a step as spans, sum their times, and time a compiled step beside its prediction."""
+"""Trace a step as spans, sum their times, and time compiled steps to compare with predictions."""
 
 import tempfile
 import warnings
@@ -37,7 +37,7 @@ def trace_step(
     warmup: int = 2,
     group: dist.ProcessGroup | None = None,
 ) -> list[Span]:
-    """Run a step several times; return the profiled spans of the last run in order of start time.
+    """Warm up a step, profile one run; return this rank's spans in order of start time. Collective.
 
     All ranks synchronise before the profiled step, and time zero is its start. The streams are:
 
@@ -67,7 +67,7 @@ def trace_step(
             step()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        # Keep the profiler open: a collective's range may end after the wait for it has returned.
+        # Stay inside the profiler: a collective's event may end after the wait for it has returned.
         start_together(device, group=group)
     events = list(profiler.events() or [])
     (whole,) = (event for event in events if event.name == _STEP and not _is_on_device(event))
@@ -105,7 +105,7 @@ def _cpu_spans(events: list[FunctionEvent], step: FunctionEvent, *, rank: int) -
         if event.name.startswith("gloo:"):
             comm.append(_to_span(event, "comm", step=step, rank=rank))
         elif event.name == _WAIT_OP and any(_is_inside(event, wait) for wait in waits):
-            continue  # torch's dispatcher calls the operator a second time inside its first call
+            continue  # torch's dispatcher calls ``wait_tensor`` a second time inside its first call
         elif event.name == _WAIT_OP or event.name.startswith(_PART_PREFIX):
             stream = "exposed" if _is_wait(event) else "compute"
             part = _to_span(event, stream, step=step, rank=rank)
@@ -168,7 +168,7 @@ def exposed_comm_us(spans: Iterable[Span]) -> float:
 
 
 def time_by_part(spans: Iterable[Span]) -> dict[str, float]:
-    """Return the microseconds by name of a rank's spans, each without nested ones, longest first.
+    """Return a rank's microseconds by span name, without those of nested spans, longest first.
 
     An "exposed" span counts as nested in the computation that it interrupts. Spans of other streams
     do not reduce the time of computation.
@@ -241,7 +241,7 @@ def measure_graphs(
 
 
 def simulated_step(reports: "Sequence[OrderReport]", *, passed: bool) -> list[Span]:
-    """Return simulated spans of a step, forward then backward; ``passed``: with compiler passes."""
+    """Return the simulated spans of a step's graphs in sequence, with passes only if ``passed``."""
     step: list[Span] = []
     for report in reports:
         zero_us = max((span.end_us for span in step), default=0.0)

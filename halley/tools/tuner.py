@@ -36,7 +36,7 @@ Space = dict[str, tuple[str, ...]]
 
 # Settings for two GEMM CTAs per SM, each with tiles of half the default width.
 _TWO_PER_SM = "{0}.block_n=128 {0}.num_warps=4 {0}.num_stages=3 {0}.per_sm=2"
-# Two tiles per loop: a store overlaps the next tile, so its buffer replaces a pipeline stage.
+# Two tiles per loop: a store overlaps the next tile. Its buffer takes the memory of one stage.
 _TWO_PER_LOOP = "{0}.run=2 {0}.num_stages=3"
 # Values to try, by group of settings. A value is one setting, or several that need each other.
 SPACE: Space = {
@@ -51,10 +51,10 @@ SPACE: Space = {
     "down_grad": ("down_grad.group=16", _TWO_PER_SM.format("down_grad")),
     "up_grad": (_TWO_PER_LOOP.format("up_grad"), "up_grad.group=16", _TWO_PER_SM.format("up_grad")),
 }
-_MIN_GAIN = 0.01  # larger than the difference between two runs of one configuration
+_MIN_GAIN = 0.01  # relative; larger than the difference between two runs of one configuration
 _SHARED_BYTES = 233472  # shared memory of an SM of compute capability 9.0
-_RESERVED_BYTES = 1024  # of these, CUDA reserves so many for each CTA
-_REGISTERS = 65536  # of an SM, 32 bits each
+_RESERVED_BYTES = 1024  # shared memory of the SM that CUDA reserves for each CTA
+_REGISTERS = 65536  # 32-bit registers of an SM
 
 
 def tune_layer(
@@ -66,7 +66,7 @@ def tune_layer(
     num_samples: int = 7,
     on_progress: Progress = no_progress,
 ) -> TunedConfig:
-    """Return the fastest measured kernel configuration for ``fused`` with backward; a collective.
+    """Return the kernel configuration with the fastest measured forward and backward. Collective.
 
     ``space`` has the form of ``SPACE``; each setting is timed ``num_samples`` times. A
     ``RuntimeError`` means that the default kernel configuration gives wrong values.
@@ -120,14 +120,14 @@ def tune_layer(
 
 
 def fits(config: KernelConfig, tensors: LayerTensors) -> bool:
-    """Return whether CTAs fit an SM's registers and memory, and tiles divide column chunks."""
+    """Return whether CTAs fit an SM (registers, shared memory), and tiles divide column chunks."""
     itemsize = tensors.x_TD.itemsize
-    step_bytes = config.combine_rows * config.chunk_columns * itemsize  # a step of a combining CTA
+    step_bytes = config.combine_rows * config.chunk_columns * itemsize  # loads of a combining CTA
     for tile, combines in (
         (config.up, False), (config.down_grad, False), (config.down, True), (config.up_grad, True)
     ):  # fmt: skip
         gemm_bytes = tile.num_stages * (config.block_m + tile.block_n) * tile.block_k * itemsize
-        if tile.run > 1:  # the store of a tile overlaps the next loop, so it needs a buffer
+        if tile.run > 1:  # the store of a tile overlaps the next tile, so it needs a buffer
             gemm_bytes += config.block_m * tile.block_n * itemsize
         # Bytes of shared memory of each CTA on an SM: GEMM CTAs, then combining CTAs beside them.
         ctas = [gemm_bytes] * tile.per_sm
@@ -136,7 +136,7 @@ def fits(config: KernelConfig, tensors: LayerTensors) -> bool:
             return False
         if sum(num_bytes + _RESERVED_BYTES for num_bytes in ctas) > _SHARED_BYTES:
             return False
-        # Float32 accumulators of all CTAs may take 3/4 of an SM's registers; other values need 1/4.
+        # Float32 accumulators of GEMM CTAs may take 3/4 of an SM's registers; the rest needs 1/4.
         if tile.per_sm * config.block_m * tile.block_n > _REGISTERS * 3 // 4:
             return False
     return config.chunk_columns % max(config.down.block_n, config.up_grad.block_n) == 0
@@ -149,7 +149,7 @@ def _strategy(config: KernelConfig, tensors: LayerTensors) -> FusedStrategy:
 
 
 def _compile(candidates: list[KernelConfig], base: KernelConfig, tensors: LayerTensors) -> None:
-    """Compile kernels of configurations into Triton's cache, some on each rank; a collective.
+    """On GPUs, compile the candidates' kernels into Triton's cache, divided over ranks. Collective.
 
     A configuration that also has the best settings of earlier groups is compiled when it is tried.
     """
@@ -174,7 +174,7 @@ def _is_correct(config: KernelConfig, expected: list[torch.Tensor], tensors: Lay
     try:
         pairs = zip(outputs_of(strategy, tensors), expected, strict=True)
         is_wrong = any(relative_error(value, reference) > tolerance for value, reference in pairs)
-    except OutOfResources:  # the compiler needs more than ``fits`` computes; same on all ranks
+    except OutOfResources:  # a kernel needs more than ``fits`` computes, on all ranks alike
         is_wrong = True
     (is_wrong,) = max_over_ranks([is_wrong], device=device, group=tensors.groups.ep)
     strategy.workspaces.close()
@@ -188,7 +188,7 @@ def _time(
     tensors: LayerTensors,
     num_samples: int,
 ) -> dict[str, float]:
-    """Return the median microseconds of forward with backward by candidate; a collective."""
+    """Return each candidate's median microseconds of forward plus backward. Collective."""
     strategies = {
         name: _strategy(base.changed(settings), tensors) for name, settings in candidates.items()
     }
@@ -196,11 +196,11 @@ def _time(
         {name: partial(outputs_of, each, tensors) for name, each in strategies.items()},
         device=tensors.x_TD.device,
         num_samples=num_samples,
-        num_warmup=1,  # the check of values has compiled all kernels
+        num_warmup=1,  # one is enough: ``_is_correct`` has compiled all kernels
         group=tensors.groups.ep,
     )
     for strategy in strategies.values():
         strategy.workspaces.close()
     if tensors.x_TD.is_cuda:
-        torch.cuda.empty_cache()  # the next workspaces allocate outside of torch's pool
+        torch.cuda.empty_cache()  # for the next workspaces, whose memory is outside of torch's pool
     return {name: timing.median_us for name, timing in timings.items()}

@@ -36,7 +36,7 @@ from halley.train.manifest import (
 
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED_NAME = re.compile(r"step-\d{8,}\.tmp")
-_SHARD_NAME = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's name of a file that a rank writes
+_SHARD_NAME = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's file name: rank that wrote it, number
 
 _PROBE = bytes(1 << 20)
 
@@ -61,7 +61,7 @@ def save_checkpoint(
     keep: int,
     notes: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write a checkpoint and return its folder; keep ``keep`` - 1 older ones. Collective.
+    """Write a checkpoint; delete all but ``keep`` - 1 older ones; return its folder. Collective.
 
     If a file or folder with the name of the checkpoint exists, such as a damaged checkpoint, it is
     renamed to ``<name>.replaced-1``.
@@ -110,7 +110,7 @@ def _begin_draft(draft: Path) -> None:
 
 
 def _publish(draft: Path, path: Path, *, keep: int) -> None:
-    """Rename the folder ``draft`` to ``path``; delete complete checkpoints but the ``keep`` newest.
+    """Rename folder ``draft`` to ``path``; delete all complete checkpoints but the ``keep`` newest.
 
     Damaged checkpoints, and checkpoints of later steps, are neither counted nor deleted.
     """
@@ -181,7 +181,7 @@ def find_free_name(folder: Path, stem: str) -> Path:
 
 
 def _find_write_error(folder: Path) -> str:
-    """Write a test file on each rank; return lowest failed rank and its error, or "". Collective.
+    """Write a test file on each rank; return the first "rank R: ERROR", or "". Collective.
 
     DCP replaces the operating system's error by one of its own, without the reason.
     """
@@ -189,7 +189,7 @@ def _find_write_error(folder: Path) -> str:
     def write_probe(rank: int) -> None:
         with (folder / f"probe-{rank}").open("wb", buffering=0) as file:
             if file.write(_PROBE) < len(_PROBE):
-                file.write(_PROBE)  # raises the error that cut the first write
+                file.write(_PROBE)  # after a partial write, the next one raises the error
             os.fsync(file.fileno())
 
     try:

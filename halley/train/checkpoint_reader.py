@@ -131,14 +131,14 @@ _RECORDS = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    # Classes of the checkpoint folder's path in the pickle; the module depends on Python's version.
+    # The pickle has the checkpoint folder's path; its class's module depends on Python's version.
     "pathlib": {"PosixPath", "WindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},
 }
 
 
 def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
-    """Return DCP's metadata; ``ValueError`` if an entry is no tensor or lies in none of ``files``.
+    """Read and check DCP's metadata; ``ValueError`` if damaged or naming a file not in ``files``.
 
     The pickle ``.metadata`` may name only classes that DCP writes. It may not exceed 1 GiB.
     """
@@ -161,13 +161,13 @@ def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
 
 @final
 class SafeReader(FileSystemReader):
-    """DCP's file reader, with metadata that the module's ``read_metadata`` has checked."""
+    """DCP's file reader, with metadata checked by this module's function ``read_metadata``."""
 
     def __init__(self, folder: Path, files: Mapping[str, FileRecord]) -> None:
         super().__init__(folder)
         self._metadata = read_metadata(folder, files)
 
-    # Without the base class's keyword arguments, so that DCP looks for no per-rank metadata.
+    # This override takes no keyword arguments, so that DCP does not look for per-rank metadata.
     def read_metadata(self) -> Metadata:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self._metadata
 
@@ -187,7 +187,7 @@ class _Record:
 
 
 class _RecordUnpickler(pickle.Unpickler):
-    """Unpickles DCP's classes as ``_Record``s, torch's dtypes and sizes as such, and nothing else.
+    """Unpickles DCP's classes as ``_Record``s, torch dtypes and sizes as such, and no other class.
 
     Each unpickler has its own record classes, because a pickle can set attributes of classes.
     """

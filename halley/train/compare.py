@@ -84,7 +84,7 @@ def _measure_step(run: TrainingRun, step: int) -> dict[str, float]:
 
 
 def _summarise(samples: list[dict[str, float]], world: World) -> dict[str, float]:
-    names = sorted(samples[0])  # sorted, since all ranks need one order in the all-reduce
+    names = sorted(samples[0])  # sorted, because the all-reduce needs the same order on all ranks
     table = torch.tensor([[sample[name] for name in names] for sample in samples])
     table = table.to(world.device)
     if dist.is_initialized():
@@ -100,6 +100,6 @@ def _trace(run: TrainingRun, first_step: int) -> list[Span]:
     def step() -> None:
         train_step(run, next(steps))
 
-    run.recorder.enabled = False  # only the profiler records the parts of this step
+    run.recorder.enabled = False  # only the profiler records the parts of these steps
     spans = trace_step(step, rank=run.world.rank, device=run.world.device)
     return gather_spans(spans) if dist.is_initialized() else spans

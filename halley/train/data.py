@@ -79,7 +79,7 @@ class Corpus:
     """
 
     def __init__(self, files: Sequence[Path], *, window: int) -> None:
-        """Record file sizes; files and zero bytes between must total ``window`` bytes or more."""
+        """Record file sizes; ``ValueError`` if the concatenated files are shorter than a window."""
         self._window = window
         self._files = list(files)
         self._sizes = [file.stat().st_size for file in self._files]
@@ -105,7 +105,7 @@ class Corpus:
             lower, upper = max(begin, start), min(end, start + size)
             if lower >= upper:
                 continue
-            # ``fromfile``, since a memory map raises SIGBUS if the file is truncated meanwhile.
+            # Read by ``fromfile``: a memory map raises SIGBUS if the file is truncated meanwhile.
             piece = np.fromfile(file, dtype=np.uint8, count=upper - lower, offset=lower - start)
             if piece.size != upper - lower:
                 raise RuntimeError(f"{file} has become shorter while it was read")
@@ -124,7 +124,7 @@ class BatchLoader:
     def __init__(self, corpus: Corpus, config: TrainConfig, *, rank: int, num_ranks: int) -> None:
         self._corpus, self._config = corpus, config
         self._rank, self._num_ranks = rank, num_ranks
-        # Windows read before ``resume``, minus those that its steps have at the present batch size.
+        # Windows that earlier runs read, minus those of as many steps at the present batch size.
         self._num_more = 0
 
     def resume(self, step: int, *, num_read: int) -> None:

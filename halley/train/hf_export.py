@@ -93,7 +93,7 @@ def export_run(folder: Path, output: Path, *, max_shard_bytes: int = MAX_SHARD_B
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
             matrices = hf_tensors(name, state.pop(name), family=config.model.hf_family)
-            # A copy of each tensor, because safetensors refuses views that share memory.
+            # Copy each tensor, because safetensors refuses views that share memory.
             tensors |= {key: value.to(dtype, copy=True) for key, value in matrices.items()}
         part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
         file = f"model{part}.safetensors"
@@ -124,7 +124,7 @@ def read_run_config(folder: Path) -> RunConfig:
 
 
 def check_family(config: ModelConfig) -> None:
-    """Raise ``ValueError``, with differences, unless ``hf_family`` has the model's equations."""
+    """Raise ``ValueError`` unless ``hf_family`` is set and has the same equations as the model."""
     if family := config.hf_family:
         if found := differences(config, family):
             raise ValueError(
@@ -140,7 +140,7 @@ def check_family(config: ModelConfig) -> None:
 
 
 def differences(config: ModelConfig, family: str) -> list[str]:
-    """Return "NAME is A, not B" for each setting A of the model that must be B in the family."""
+    """Return "NAME is A, not B" for each setting NAME that is A but must be B for the family."""
     moe, router = config.moe, config.moe.router
     qwen2 = family == "qwen2_moe"
     num_dense = config.num_layers - config.num_moe_layers
@@ -246,7 +246,7 @@ def _model_without_values(config: ModelConfig) -> MoETransformer:
 
 
 def _divide(shapes: dict[str, torch.Size], *, max_bytes: int, itemsize: int) -> list[list[str]]:
-    """Return tensor names by file, in order; only a file of one tensor exceeds ``max_bytes``."""
+    """Return the tensor names of each file, in order; a single tensor may exceed ``max_bytes``."""
     shards: list[list[str]] = []
     filled = max_bytes
     for name, shape in shapes.items():

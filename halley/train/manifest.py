@@ -58,7 +58,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return a manifest; ``ValueError`` if missing, damaged or not of the folder's step."""
+    """Return a checkpoint's manifest; ``ValueError`` if missing, damaged or not of its step."""
     path = folder / MANIFEST_FILE
     if not os.path.lexists(path):
         raise ValueError(f"{MANIFEST_FILE} is missing")
@@ -111,7 +111,7 @@ def compute_checksum(path: Path) -> str:
 
 
 def _digest_segment(path: Path, start: int) -> bytes:
-    # ``readinto``, since a memory map raises SIGBUS if the file is truncated meanwhile.
+    # Read by ``readinto``: a memory map raises SIGBUS if the file is truncated meanwhile.
     block = memoryview(bytearray(_BLOCK_BYTES))
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:

@@ -23,11 +23,11 @@ class _Bucket:
     """A flat buffer of the gradients of some parameters, which one all-reduce sums over ranks."""
 
     group: dist.ProcessGroup | None  # ranks over which to sum; None for this rank alone
-    offsets: dict[str, int] = field(default_factory=dict)  # first element of each in the buffer
+    offsets: dict[str, int] = field(default_factory=dict)  # each parameter's first buffer element
     numel: int = 0
     buffer: torch.Tensor | None = None  # float32; None before a step's first gradient
-    missing: set[str] = field(default_factory=set)  # parameters without a gradient in this pass
-    sum: dist.Work | None = None  # the running all-reduce
+    missing: set[str] = field(default_factory=set)  # parameters that backward has not reached yet
+    sum: dist.Work | None = None  # the running all-reduce; None if none runs
 
 
 @final
@@ -58,7 +58,7 @@ class GradientBuckets:
                 open_buckets[is_expert] = bucket
             bucket.offsets[name] = bucket.numel
             bucket.numel += parameters[name].numel()
-            # This parameter, the last so far in backward, fills the bucket: move it to the end.
+            # Backward reaches this parameter after all earlier ones: move its bucket to the end.
             self._buckets = [each for each in self._buckets if each is not bucket] + [bucket]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.offsets}
         self._collected: set[str] = set()
@@ -70,7 +70,7 @@ class GradientBuckets:
 
     @contextmanager
     def collecting(self, *, last: bool) -> Generator[None]:
-        """Add gradients of backward in the block to buckets; ``last`` all-reduces: a collective."""
+        """In the block, add gradients to buckets; ``last`` also all-reduces them: a collective."""
         device = next(iter(self._parameters.values())).device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._pending = self._buckets[::-1] if last else []
@@ -104,7 +104,7 @@ class GradientBuckets:
             bucket.buffer = None
 
     def _on_autograd_gradient(self, name: str, parameter: torch.Tensor) -> None:
-        """Add ``parameter.grad``, unless it is None, to its bucket, and set it to None."""
+        """Add ``parameter.grad``, unless it is None, to the parameter's bucket; set it to None."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
             self._add(name, gradient)
@@ -118,7 +118,7 @@ class GradientBuckets:
             return
         bucket = self._bucket_of[name]
         if bucket.buffer is None:
-            with torch.cuda.stream(self._stream):  # the main stream owns the buffer
+            with torch.cuda.stream(self._stream):  # so that the main stream owns the memory
                 bucket.buffer = gradient.new_empty(bucket.numel, dtype=torch.float32)
         with self._in_order(gradient.device):
             if name in self._collected:
@@ -135,7 +135,7 @@ class GradientBuckets:
 
     @contextmanager
     def _in_order(self, device: torch.device) -> Generator[None]:
-        """Run the block's kernels after earlier and before later ones of the main CUDA stream.
+        """Order the block's kernels after earlier and before later kernels of the main CUDA stream.
 
         The main stream owns the buffers. Autograd may compute a gradient on another stream.
         """
@@ -202,7 +202,7 @@ class ModelOptimizer:
             )
 
     def backward(self, loss: torch.Tensor, *, last: bool = True) -> None:
-        """Run a microbatch's backward pass; add its gradients to those of the step's earlier ones.
+        """Run one microbatch's backward; add its gradients to those of the step so far.
 
         The caller divides ``loss`` by the number of microbatches. The ``last`` backward pass of a
         step starts the sums over ranks: it is then a collective.
@@ -216,8 +216,8 @@ class ModelOptimizer:
         summed = self.gradients.wait_for_sums()
         for name, master in self.masters.items():
             master.grad = summed[name]
-        # Over more than two ranks, a ring all-reduce adds in an order that depends on the position
-        # in the buffer. Sums of replicas may differ in last bits: all take the first replica's sum.
+        # A ring all-reduce of more than two ranks adds in an order that depends on the position in
+        # the buffer. So sums of an expert's replicas may differ: all take the first replica's sum.
         if self.groups.num_ranks > 2 * self.groups.ep_size:
             for module in dict.fromkeys(self.experts.values()):
                 if module.replicas is not None:

@@ -43,7 +43,7 @@ class Reporter:
         self._metrics = None if metrics is None else metrics.open("a", encoding="ascii")
 
     def report(self, metrics: Metrics) -> None:
-        """Write metrics to files; show them in the bar, or in a line each ``log_every`` steps."""
+        """Write metrics to files; show them in a progress bar, or log each ``log_every`` steps."""
         if self._metrics is None:
             return
         # JSON has no NaN and no infinity, so they become null.
@@ -77,7 +77,7 @@ class Reporter:
 
     @contextmanager
     def running(self, first_step: int) -> Iterator[None]:
-        """Show a progress bar in the block, if the console is a terminal. Close files after it."""
+        """Show a progress bar in the block, if the console is a terminal; then close all files."""
         if self._metrics is None:
             yield
             return
@@ -106,7 +106,7 @@ def say(console: Console, text: str) -> None:
 def describe(metrics: Metrics) -> str:
     """Return a step's log line: loss, tokens/s, MFU unless None, share of exposed communication."""
     parts = [f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_s']:,.0f} tokens/s"]
-    if metrics["mfu"] is not None:  # the mfu is None on CPUs, whose peak rate is unknown
+    if metrics["mfu"] is not None:  # MFU is None on CPUs, whose peak FLOP/s is unknown
         parts.append(f"mfu {_share(metrics['mfu'], digits=1)}")
     parts.append(f"exposed communication {_share(metrics['exposed_share'], digits=1)}")
     return "  ".join(parts)

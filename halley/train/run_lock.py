@@ -23,7 +23,7 @@ from halley.core.validation import parse_json
 
 LOCK_FILE = "run.lock"
 RENEW_S = 5.0
-_WATCH_S = 3 * RENEW_S  # without a renewal in this time, an owner on another host has ended
+_WATCH_S = 3 * RENEW_S  # if the file is not renewed for this time, another host's owner has ended
 _PATIENCE_S = 3.0  # time for a killed rank to release its lock
 _MAX_BYTES = 4096
 
@@ -83,7 +83,7 @@ def _lock(descriptor: int, path: Path, *, patience_s: float) -> None:
 
 
 def _wait_for_other_host(descriptor: int, path: Path) -> None:
-    """Watch an owner on another host, if there is one; ``ValueError`` if it renews the file."""
+    """If the file names another host, watch it; ``ValueError`` if its modification time changes."""
     owner = _read(descriptor)
     if not owner or owner.get("host") == socket.gethostname():
         return

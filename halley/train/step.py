@@ -30,7 +30,7 @@ from halley.train.optim import ModelOptimizer, learning_rate
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_COMPILE_TIMEOUT_S = 600.0  # time that other ranks wait while rank 0 measures and plans
+_COMPILE_TIMEOUT_S = 600.0  # longest wait of other ranks while rank 0 measures and plans
 _IN_GRAPHS = ("functional", "unfused", "fused", PLANNED)  # strategies that can be compiled
 
 
@@ -73,13 +73,13 @@ class SaveRequests:
 
     def __init__(self, *, every_s: float) -> None:
         self.is_due = False  # whether a checkpoint was due by time in the last step
-        self.stop_signal = 0  # the signal that asks the run to end
+        self.stop_signal = 0  # the signal that asks the run to end; 0 if none
         self._every_s = every_s
         self._saved_s = time.monotonic()
         self._signal = 0
 
     def catch_signals(self) -> AbstractContextManager[None]:
-        """Return a context in which SIGINT and SIGTERM become requests; only in the main thread."""
+        """Return a context in which SIGINT and SIGTERM request a stop; main thread only."""
 
         def note(number: int, frame: object) -> None:
             if self._signal and number == signal.SIGINT:
@@ -89,7 +89,7 @@ class SaveRequests:
         return signals_handled(_SIGNALS, note)
 
     def local(self, *, is_first: bool, device: torch.device) -> torch.Tensor:
-        """Return this rank's flags, ``(3,)``: due by time (rank 0 only), SIGINT, SIGTERM."""
+        """Return this rank's 0/1 flags ``(3,)``: due by time (rank 0 only), SIGINT, SIGTERM."""
         is_due = bool(self._every_s) and time.monotonic() - self._saved_s >= self._every_s
         flags = (is_first and is_due, *(self._signal == number for number in _SIGNALS))
         return torch.tensor(flags, dtype=torch.float32, device=device)
@@ -109,7 +109,7 @@ class SaveRequests:
 class TrainingRun:
     """The model, data, optimizer and other objects that a training run has on this rank."""
 
-    config: RunConfig  # its strategies are those that the model uses
+    config: RunConfig  # with the strategies in use, never "planned"
     world: World
     groups: ParallelGroups
     recorder: Recorder
@@ -119,7 +119,7 @@ class TrainingRun:
     loader: BatchLoader
     counts: ExpertCounter
     requests: SaveRequests
-    plan: StepPlan | None = None  # plan that chose the strategies; None if the user did
+    plan: StepPlan | None = None  # plan that chose the strategies; None if the user chose
 
     def routers(self) -> list[SigmoidRouter]:
         """Return the model's ``SigmoidRouter``s, which have a selection bias, in order of layer."""
@@ -215,7 +215,7 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
         config.model,
         strategy=strategies,
         groups=groups,
-        # The host cannot record spans inside a compiled graph, so that recorder is disabled.
+        # The host cannot record spans inside a compiled graph: disable the model's recorder.
         recorder=recorder if config.passes == "none" else Recorder(world.device, enabled=False),
         dtype=DTYPES[config.train.dtype],
         device=world.device,
@@ -241,7 +241,7 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
 def _compile_model(
     model: MoETransformer, config: RunConfig, device: torch.device
 ) -> Callable[[torch.Tensor], ModelOutput]:
-    """Return the model's forward, to be compiled with the passes of a run at its first call.
+    """Return the model's forward function; its first call compiles it with the run's passes.
 
     With profiles, passes plan by measured times, since the speed of the network is not known
     otherwise. On a CPU, operators run one by one: Inductor would take minutes.
@@ -269,14 +269,14 @@ def _compile_model(
 
 
 def _find_profiles(config: RunConfig, device: torch.device) -> str:
-    """Return the path of the times that compiler passes measure and use, or "" to measure none."""
+    """Return the path of the measured times that compiler passes use, or "" to measure none."""
     if config.profiles != "auto":
         return config.profiles
     return str(default_path()) if device.type == "cuda" else ""
 
 
 def _make_deterministic() -> None:
-    """Make torch use deterministic kernels, or raise if there is none, until the process ends.
+    """Make torch use deterministic kernels, or raise where it has none, until the process ends.
 
     Source: PyTorch's notes on reproducibility. cuBLAS needs the workspace setting.
     """

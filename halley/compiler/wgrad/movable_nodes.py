@@ -12,12 +12,12 @@ from halley.compiler.node_cost import NodeCost
 
 
 TryMove = Callable[[Sequence[int], int], bool]  # the type of ``MemoryBudget.try_move``
-_MAX_EXCESS = 2.0  # condition 8
+_MAX_EXCESS = 2.0  # a further unit takes at most this many times the time left in a window
 
 
 @dataclass(kw_only=True)
 class Unit:
-    """Graph nodes that move together: a weight-gradient GEMM and light nodes, or only light nodes.
+    """Graph nodes that move together: at most one weight-gradient GEMM, and light (non-GEMM) nodes.
 
     Units without a GEMM, such as sums for bias gradients, are fillers.
     """
@@ -25,12 +25,12 @@ class Unit:
     nodes: list[int]  # indices of nodes, in the order in which they run
     is_gemm: bool  # whether a GEMM is among the nodes
     windows: frozenset[int]  # indices of the overlap windows in which the unit may run
-    needs: set[int] = field(default_factory=set[int])  # smaller indices of units that run before
+    needs: set[int] = field(default_factory=set[int])  # indices of units that must run before
     duration_us: float = 0.0
 
 
 def find_movable(analysis: GraphAnalysis, all_to_alls: Sequence[int]) -> dict[int, frozenset[int]]:
-    """Return the indices of nodes that may move under all-to-alls, each with its allowed windows.
+    """Return the indices of the overlap windows of each node that may move, by the node's index.
 
     Overlap window i is that of node ``all_to_alls[i]``.
     """
@@ -39,9 +39,9 @@ def find_movable(analysis: GraphAnalysis, all_to_alls: Sequence[int]) -> dict[in
     movable = [
         index
         for index in analysis.find(NodeKind.COMPUTE, NodeKind.VIEW)
-        if not analysis.descendants[index] & ordered  # condition 1
+        if not analysis.descendants[index] & ordered  # condition 1 in schedule.py
         and not analysis.ancestors[index] & reductions
-        and _is_ordered_by_data_alone(analysis, index)  # condition 2
+        and _is_ordered_by_data_alone(analysis, index)  # condition 2 in schedule.py
     ]
     gemms = mask_of(index for index, node in enumerate(analysis.nodes) if is_gemm(node))
     fixed_gemms = gemms & ~mask_of(movable)
@@ -53,7 +53,7 @@ def find_movable(analysis: GraphAnalysis, all_to_alls: Sequence[int]) -> dict[in
         windows = frozenset(
             window
             for window, (start, end) in enumerate(zip(all_to_alls, window_ends, strict=True))
-            if not ancestors >> start & 1 and last_gemm < end  # conditions 3 and 4
+            if not ancestors >> start & 1 and last_gemm < end  # conditions 3 and 4 in schedule.py
         )
         if windows:
             found[index] = windows
@@ -67,10 +67,10 @@ def find_units(
     cost: NodeCost,
     gemms_alone: bool = False,
 ) -> list[Unit]:
-    """Group the nodes of ``find_movable`` into units with durations by ``cost`` (condition 5).
+    """Group the nodes of ``find_movable`` into units that move together, and time them by ``cost``.
 
-    With ``gemms_alone``, return no units without a GEMM. Inductor fuses sums for gradients of
-    biases and norms into the kernels that compute their operands, so they should not move away.
+    The units follow condition 5. With ``gemms_alone``, return none without a GEMM: Inductor fuses
+    sums for gradients of biases and norms into the kernels that compute the operands of the sums.
     """
     units: list[Unit] = []
     unit_of: dict[int, int] = {}
@@ -103,7 +103,7 @@ def find_units(
 def _absorb_operands(
     units: list[Unit], own: int, *, unit_of: dict[int, int], readers: list[list[int]]
 ) -> None:
-    """Move the light units that only a GEMM reads, such as its transposes, into the GEMM's unit."""
+    """Merge into GEMM unit ``own`` the units without GEMM that only it reads, if windows allow."""
     unit = units[own]
     for at in sorted(unit.needs, reverse=True):
         light = units[at]
@@ -129,19 +129,19 @@ class _Windows:
     window_of: dict[int, int] = field(default_factory=dict[int, int])
 
     def candidates(self, window: int, refused: set[int]) -> list[int]:
-        """Return the indices of units to try next in a window: those with a GEMM, else fillers."""
+        """Return indices of unplaced units to try in a window: only those with a GEMM, if any."""
         found = [
             at
             for at, unit in enumerate(self.units)
             if at not in self.window_of and at not in refused
             if window in unit.windows and unit.duration_us > 0.0
-            # A needed GEMM must be placed first. Needed fillers are placed along with the unit.
+            # Skip a unit that needs an unplaced GEMM. Other needed units are placed along with it.
             if not any(self.units[need].is_gemm for need in self._unplaced_needs(at))
         ]
         return [at for at in found if self.units[at].is_gemm] or found
 
     def allowed(self, at: int) -> list[int]:
-        """Return the windows of an unplaced unit that are not before those of units it needs."""
+        """Return the windows of unplaced unit ``at`` that are not before placed units it needs."""
         first = max(
             (
                 self.window_of[need]
@@ -154,10 +154,9 @@ class _Windows:
         return [window for window in self.units[at].windows if window >= first]
 
     def place(self, at: int, window: int) -> float | None:
-        """Place a unit and the unplaced units it needs into a window, if within the byte limit.
+        """Place a unit and its unplaced ``needs`` in a window; return their us, or None if too big.
 
-        Returns:
-            The sum of their microseconds, or None if their memory does not fit.
+        If live bytes would be above the limit, nothing is placed.
         """
         units = [*self._unplaced_needs(at), at]
         if not self.try_move(units, window):
@@ -179,7 +178,7 @@ def assign(
     *,
     try_move: TryMove = lambda units, window: True,
 ) -> tuple[list[list[int]], list[float]]:
-    """Choose the weight-gradient units that run under each all-to-all, to hide communication.
+    """Choose units to run under each all-to-all; return them and each all-to-all's unhidden time.
 
     The problem is a generalised assignment problem, which is NP-hard. This is a greedy best fit
     (conditions 6 to 10).
@@ -202,12 +201,12 @@ def assign(
         refused: set[int] = set()
         while left > 0.0 and (candidates := state.candidates(window, refused)):
             misfit_us = {at: abs(left - units[at].duration_us) for at in candidates}
-            best = min(candidates, key=misfit_us.__getitem__)  # condition 7
-            if state.windows[window] and units[best].duration_us > _MAX_EXCESS * left:  # 8
+            best = min(candidates, key=misfit_us.__getitem__)  # the best fit (condition 7)
+            if state.windows[window] and units[best].duration_us > _MAX_EXCESS * left:  # too long
                 break
             placed_us = state.place(best, window)
             left -= placed_us or 0.0
-            if placed_us is None:  # condition 9
+            if placed_us is None:  # live bytes above the limit (condition 9)
                 refused.add(best)
         left_us.append(max(0.0, left))
     _place_remaining_gemms(state, left_us)
@@ -215,14 +214,14 @@ def assign(
 
 
 def _place_remaining_gemms(state: _Windows, left_us: list[float]) -> None:
-    """Assign windows to GEMMs without one, if memory allows (condition 10); update ``left_us``."""
+    """Place GEMMs that have no window, if memory allows (condition 10); update ``left_us``."""
     units = state.units
     remaining = [at for at, unit in enumerate(units) if unit.is_gemm and at not in state.window_of]
     for at in sorted(remaining, key=lambda at: -units[at].duration_us):
-        if at in state.window_of:  # a unit that needs this GEMM has brought it along
+        if at in state.window_of:  # placed together with another unit that needs this one
             continue
         hidden_us = {each: min(left_us[each], units[at].duration_us) for each in state.allowed(at)}
-        # Try windows that hide more first; of equal ones the last, which is Lancet's choice.
+        # Try first the windows that hide most of the GEMM; of equal ones the last, as in Lancet.
         for window in sorted(hidden_us, key=lambda each: (hidden_us[each], each), reverse=True):
             placed_us = state.place(at, window)
             if placed_us is not None:

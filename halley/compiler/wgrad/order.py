@@ -1,4 +1,4 @@
-"""Build the node order of a backward graph, given the units that run under each all-to-all.
+"""Build the node order of a backward graph, given the units of nodes to run under all-to-alls.
 
 Numbers of conditions are those of ``schedule.py``.
 """
@@ -20,13 +20,13 @@ class _Emitter:
     def __init__(self, analysis: GraphAnalysis) -> None:
         self.order: list[int] = []
         self._ancestors = analysis.ancestors
-        self._emitted = 0  # bit mask of nodes
+        self._emitted = 0  # bit mask of the nodes in ``order``
 
     def emit(self, index: int) -> None:
-        """Append a node to the order, and before it all of its ancestors that are missing."""
+        """Append a node unless the order has it; append its missing ancestors before it."""
         if self._emitted >> index & 1:
             return
-        # Append missing ancestors by ascending index: the order of the graph, which is legal.
+        # Append missing ancestors by ascending index: the graph's own order, which is legal.
         for each in (*bits(self._ancestors[index] & ~self._emitted), index):
             self.order.append(each)
             self._emitted |= 1 << each
@@ -70,7 +70,7 @@ def build_order(
     for index in analysis.find(NodeKind.INPUT):
         emitter.emit(index)
     for index, kind in enumerate(analysis.kinds):
-        # Skip waits here: each is emitted with its first reader, as one of its ancestors.
+        # Skip waits here: a wait is emitted before its first reader, because it is an ancestor.
         if held >> index & 1 or kind in (NodeKind.WAIT, NodeKind.OUTPUT):
             continue
         emitter.emit(index)
@@ -80,21 +80,21 @@ def build_order(
         if index in windows:
             emitter.emit_ready(after_moved)
         emitter.emit_ready(early)
-    for index in (*after_moved, *range(len(analysis.nodes))):  # the output is the last node
+    for index in (*after_moved, *range(len(analysis.nodes))):  # the nodes that are left
         if analysis.kinds[index] is not NodeKind.OUTPUT:
             emitter.emit(index)
-    emitter.emit(len(analysis.nodes) - 1)
+    emitter.emit(len(analysis.nodes) - 1)  # the output node
     return emitter.order
 
 
 def place_reductions(
     analysis: GraphAnalysis, operations: Sequence[Operation], order: Sequence[int]
 ) -> list[int]:
-    """Return the order with gradient reductions between or after all-to-alls (condition 12).
+    """Return ``order`` with reductions of gradients moved between or after its all-to-alls.
 
     All-to-alls have priority on the network, because computation waits for them. The gap after an
     all-to-all takes the longest reduction that fits and whose gradient is ready before the next
-    all-to-all, again and again. Other reductions follow the last all-to-all.
+    all-to-all, again and again. Other reductions follow the last all-to-all (condition 12).
 
     Source: the code of Lancet, which finds the gaps by simulating reductions that take no time.
     """
@@ -111,7 +111,7 @@ def place_reductions(
         )
         for index in reductions
     }
-    behind: dict[int, list[int]] = {}  # reductions to start after a position in ``rest``
+    behind: dict[int, list[int]] = {}  # by position in ``rest``: reductions to start after it
     waiting = list(reductions)
     for (start, end), left_us in zip(pairwise(all_to_alls), gaps_us, strict=True):
         while fitting := [
@@ -128,7 +128,7 @@ def place_reductions(
     reduced = mask_of(reductions)
     emitter = _Emitter(analysis)
     placed = [each for at, index in enumerate(rest) for each in (index, *behind.get(at, ()))]
-    # Waits for reductions, and nodes that need them, run last: earlier waits would block backward.
+    # Nodes that depend on reductions, such as their waits, run last: a wait blocks computation.
     for index in sorted(placed, key=lambda index: bool(analysis.ancestors[index] & reduced)):
         emitter.emit(index)
     return emitter.order
@@ -140,7 +140,7 @@ def _gaps_us(
     order: Sequence[int],
     all_to_alls: Sequence[int],
 ) -> list[float]:
-    """Return the us from each all-to-all's end to the next start, if reductions took no time."""
+    """Predict the us from each all-to-all's end to the next start, if reductions took no time."""
     reductions = set(analysis.find_collectives("reduce"))
     without = [
         replace(each, duration_us=0.0, host_us=0.0, is_read=False) if index in reductions else each

@@ -55,7 +55,7 @@ from halley.cost.simulate import (
 )
 
 
-_MAX_TRIES = 8  # condition 13
+_MAX_TRIES = 8  # assignments to try, each with a lower memory limit (condition 13)
 
 
 @final
@@ -83,10 +83,10 @@ class MemoryBudget:
         self._all_to_alls = all_to_alls
         self._limit = limit
         self._is_input = [kind is NodeKind.INPUT for kind in analysis.kinds]
-        self._place = list(range(len(analysis.nodes)))  # position of each node
+        self._place = list(range(len(analysis.nodes)))  # position of each node after the moves
         self._alive = live.alive(self._place)  # live bytes by position, without ``_transient``
-        # By position of an all-to-all: ``_moves``, the bytes that each move allocates and frees
-        # there, and ``_transient``, the most bytes above ``_alive`` while the moved units run.
+        # ``_moves``: by position of an all-to-all, the bytes that each move allocates and frees.
+        # ``_transient``: by position, the most bytes beyond ``_alive`` while moved units run there.
         self._moves: dict[int, list[tuple[int, int]]] = {}
         self._transient = [0] * len(analysis.nodes)
         self._reads: list[list[int]] = [[] for _ in analysis.nodes]  # buffers that each node reads
@@ -95,7 +95,7 @@ class MemoryBudget:
                 self._reads[reader].append(buffer)
 
     def try_move(self, ats: Sequence[int], window: int) -> bool:
-        """Record units as moved under an all-to-all and return True; False if above the byte limit.
+        """Return whether units fit under an all-to-all within the limit; if so, record the move.
 
         Args:
             ats: indices of units.
@@ -118,7 +118,7 @@ class MemoryBudget:
         freed = sum(self._live.num_bytes[each] for each in buffers if after[each][1] == start + 1)
         moves = [*self._moves.get(start, ()), (made, freed)]
         transient[start] = _most_bytes(moves)
-        # Check positions where a buffer has become alive: live bytes grow nowhere else.
+        # Check ``start`` and positions where a buffer has become alive: bytes grow nowhere else.
         grown = [
             alive[at] + transient[at]
             for buffer, (first, end) in after.items()
@@ -162,13 +162,13 @@ class OrderReport:
     windows: dict[str, tuple[str, ...]]  # names of GEMMs under each all-to-all, in the new order
     time_before: GraphTime  # in the graph's own order
     time_after: GraphTime  # in the new order
-    peak_before: int  # most live bytes
-    peak_after: int
+    peak_before: int  # most live bytes in the graph's own order
+    peak_after: int  # most live bytes in the new order
     # Paths of the modules of all-to-alls and GEMMs, by name of the node.
     modules: dict[str, str] = field(default_factory=dict[str, str], repr=False)
-    spans_before: tuple[Span, ...] = field(default=(), repr=False)  # of nodes that take time
+    spans_before: tuple[Span, ...] = field(default=(), repr=False)  # one per node that takes time
     spans_after: tuple[Span, ...] = field(default=(), repr=False)
-    predicted: tuple[str, ...] = ()  # keys, in profiles, of operations without a measured time
+    predicted: tuple[str, ...] = ()  # profile keys of operations that have no measured time
     sm_margins: tuple[int, int] = (0, 0)  # SMs that dense and grouped GEMMs leave free
     planning_s: float = 0.0
     measuring_s: float = 0.0
@@ -201,12 +201,12 @@ def plan_wgrad(
     timed = operations(analysis, cost)
     movable = find_movable(analysis, all_to_alls)
     units = find_units(analysis, movable, cost=cost, gemms_alone=gemms_alone)
-    # Scale the times of all-to-alls, because durations of units are without contention. Side by
-    # side, an all-to-all takes ``comm`` times as long, and computation ``compute`` times.
+    # While both run, an all-to-all takes ``comm`` times as long as alone, and computation
+    # ``compute`` times. Scale all-to-alls, because durations of units are those alone.
     scale = contention.comm / contention.compute
     times_us = [time_us * scale for time_us in _exposed_us(timed, units, all_to_alls)]
-    # Inductor fuses light nodes into the kernels that make their operands, so they run early, if
-    # they have operands: zeros of an embedding's gradient would only occupy memory early.
+    # Inductor fuses a light node into the kernel that computes its operands, so run it early. A
+    # node without operands, such as the zeros of a gradient, would only occupy memory early.
     in_units = {index for unit in units for index in unit.nodes}
     light = [index for index in movable if index not in in_units and analysis.needs[index]]
     early = sorted(light) if gemms_alone else []
@@ -228,7 +228,7 @@ def plan_wgrad(
 def _exposed_us(
     timed: Sequence[Operation], units: Sequence[Unit], all_to_alls: Sequence[int]
 ) -> list[float]:
-    """Return for each all-to-all its microseconds without any computation but that of ``units``."""
+    """Predict how many us of each all-to-all no computation overlaps, if ``units`` took no time."""
     moved = {index for unit in units for index in unit.nodes}
     stays = [
         replace(each, duration_us=0.0) if index in moved else each
@@ -250,7 +250,7 @@ def report_order(
     contention: Contention = NO_CONTENTION,
     inside: Collection[fx.Node] = frozenset(),
 ) -> OrderReport:
-    """Predict a graph's time and memory in its own and a new order; arguments as ``plan_wgrad``."""
+    """Predict a graph's time and memory in its own order and in ``order`` (see ``plan_wgrad``)."""
     timed, live = operations(analysis, cost), LiveBytes(analysis, sizes, inside=inside)
     identity = range(len(analysis.nodes))
     shown = [analysis.nodes[index] for index in analysis.find_collectives("all_to_all")]
@@ -269,7 +269,7 @@ def report_order(
 
 
 def hidden_gemms(analysis: GraphAnalysis, order: Sequence[int]) -> dict[str, tuple[str, ...]]:
-    """Return, by name of each all-to-all, the names of GEMMs between its start and first wait."""
+    """Return, by all-to-all, the names of GEMMs between its start and first wait in ``order``."""
     found: dict[str, tuple[str, ...]] = {}
     place = {index: at for at, index in enumerate(order)}
     for start in analysis.find_collectives("all_to_all"):

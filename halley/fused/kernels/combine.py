@@ -46,7 +46,7 @@ from halley.fused.kernels.routing_exchange import group_of
 from halley.ops.kernels.tiles import multiply_step, multiply_tile, tile_of
 
 
-_MAX_RUN = tl.constexpr(1024)  # above the tiles of a run: see _second_gemm_run
+_MAX_RUN = tl.constexpr(1024)  # more than a run's tiles; base of ``pending`` in _second_gemm_run
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def _second_gemm_run(
     CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the tiles of a ticket, count those of the previous one; return the next ``pending``.
+    """Compute a ticket's tiles, count those of the previous ticket; return the next ``pending``.
 
     A CTA may count tiles only when their TMA stores are complete. So it counts them one ticket
     later, and does not wait for the stores of its last tile.
@@ -127,7 +127,7 @@ def _second_gemm_run(
 
 @triton.jit
 def _count_tiles(pending, plan, LAYOUT: tl.constexpr):
-    """Wait until the TMA stores of ``pending`` tiles are complete, then add them to ``chunk_done``.
+    """Wait until the stores of ``pending`` tiles are complete; add their number to ``chunk_done``.
 
     ``pending`` is as in ``_second_gemm_run``; 0 for no tiles.
     """
@@ -275,7 +275,7 @@ def combine_kernel(
     ``NUM_SUMMANDS`` is the number of columns of ``dweight_RJ`` in backward, and 0 in forward.
     ``COLUMNS`` is the width of a tile of the GEMM.
     """
-    # This call has no effect and can be deleted: the launch after a pair is no programmatic
+    # This call has no effect and can be deleted: the launch after this one is no programmatic
     # dependent launch (``shape_launches``), so it begins when this one has ended. But the deletion
     # changes the compiled kernel, so it needs new timings.
     let_second_begin()
@@ -293,7 +293,7 @@ def combine_kernel(
     combine_ticket = tl.atomic_add(tickets + COMBINE_TICKET, 1, sem="relaxed", scope="gpu")
     sum_ticket = tl.atomic_add(tickets + SUM_TICKET, 1, sem="relaxed", scope="gpu")
     arrived_chunk = -1  # the last chunk of which this CTA has seen all partial sums arrive
-    num_done = 0  # groups of experts, counted over all chunks, that this CTA has seen finished
+    num_done = 0  # (chunk, expert group) pairs that this CTA has seen finished, in order
     while combine_ticket < num_tasks:
         chunk = combine_ticket // chunk_tasks
         num_columns = tl.minimum(all_columns - chunk * chunk_columns, chunk_columns)

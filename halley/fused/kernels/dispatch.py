@@ -1,6 +1,6 @@
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Dispatch with the first GEMM: multiply tiles whose rows have arrived while others are fetched.
+"""Dispatch with the first GEMM: multiply tiles whose rows have arrived while fetching other rows.
 
 In forward, the rows are tokens, and the epilogue of a tile is the activation. In backward, the rows
 are gradients of the output, and the epilogue is the gradient of the activation.
@@ -43,7 +43,7 @@ from halley.ops.kernels.tiles import (
 )
 
 
-# Where ``fetch_kernel`` reads rows: send buffers; send buffers, saving copies; saved copies.
+# ``fetch_kernel`` reads send buffers; or reads them and saves the copies; or reads saved copies.
 FROM_PEERS = tl.constexpr(0)
 FROM_PEERS_AND_SAVE = tl.constexpr(1)
 FROM_SAVED = tl.constexpr(2)
@@ -108,7 +108,7 @@ def _zero_task(
     local, x_RD, plan, LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr,
     ZERO_MULTIPLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Pad an expert's rows with zero rows to a multiple of ``ZERO_MULTIPLE``, counted as arrived.
+    """Pad an expert's rows with zeros to a multiple of ``ZERO_MULTIPLE``; count these as arrived.
 
     The weight-gradient GEMM sums over whole steps of ``block_k`` rows. A row that is zero in
     ``x_RD`` is zero in all results of its tile, forward and backward, so it adds nothing.
@@ -208,13 +208,13 @@ def fetch_kernel(
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchMode:
-    """Options that ``fetch_kernel`` and ``arrived_gemm_kernel`` are compiled for, one constexpr."""
+    """Options of ``fetch_kernel`` and ``arrived_gemm_kernel``, passed to them as one constexpr."""
 
     gated: bool  # whether the activation has two projections, gate and up (SwiGLU)
     backward: bool = False  # whether the rows are gradients of the output instead of tokens
     save_pre: bool = False  # whether forward stores the inputs of the activation for backward
     row_source: int = FROM_PEERS.value  # one of the constants ``FROM_...``
-    zero_multiple: int = 0  # zero rows pad the rows of each expert to this multiple; 0 for none
+    zero_multiple: int = 0  # zero rows pad each expert's rows to a multiple of this; 0: no padding
 
     @property
     def num_projections(self) -> int:

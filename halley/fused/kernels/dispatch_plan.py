@@ -1,6 +1,6 @@
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""The launch that begins a pass: make a dispatch plan, or publish rows for an existing one.
+"""Begin a pass of a fused layer: fill the send buffer, and make or reuse a dispatch plan.
 
 A forward pass makes the plan of this rank on the device. Backward and recompute use the plan of
 their forward: ranks exchange only the number of the call whose plan they use. Different numbers
@@ -55,7 +55,7 @@ from halley.ops.kernels.launch import Launcher, aligned
 
 
 COPY_ROWS = 16  # rows that a CTA copies to the send buffer at once
-_CTAS_PER_SM = 2  # tasks are short and mostly wait for memory
+_CTAS_PER_SM = 2  # of ``plan_kernel``, whose tasks are short and mostly wait for memory
 _NO_LIMIT_NS = tl.constexpr(2**62)
 
 
@@ -102,13 +102,13 @@ def _place_copies(i, block, expert_TK, record, plan, rank, LAYOUT: tl.constexpr)
 
 @triton.jit
 def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
-    """Write a block's token copies to the fetch and combine lists: source token and row indices."""
+    """Store a block's fetch and combine list entries, and which ranks send sums for own tokens."""
     source = (rank + i) % LAYOUT.num_ranks
     record = record_of(routing, source, epoch, LAYOUT)
     token = block * LAYOUT.block_tokens + tl.arange(0, LAYOUT.block_tokens)
     k = tl.arange(0, LAYOUT.padded_k)
     packed = load_packed(record, token, LAYOUT)
-    expert = packed >> LAYOUT.order_bits  # -1 stays -1
+    expert = packed >> LAYOUT.order_bits  # an empty slot stays -1
     local = local_experts(expert, rank, LAYOUT)
     mine = local < LAYOUT.num_local
     weights = (record + LAYOUT.weights).to(tl.pointer_type(tl.float32))
@@ -120,7 +120,7 @@ def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
     row += tl.load(base, mask=mine, other=0)
     row = tl.where(mine, row + (packed & ((1 << LAYOUT.order_bits) - 1)), -1)
 
-    # The row list of a token copy: the token's rows on this rank in order of its choices, then -1.
+    # A token copy lists the token's rows on this rank, in the order of its choices, then -1.
     here = mine.to(tl.int32)
     count = tl.sum(here, axis=1)
     place = tl.cumsum(here, axis=1) - here
@@ -143,7 +143,7 @@ def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _place_task(task, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
-    """Add a block of tokens (first W * blocks tasks) or an expert's tiles to a usable plan."""
+    """Add one block of tokens, or the tiles of one expert, to the plan unless it is unusable."""
     if tl.load(plan + LAYOUT.summary + IS_USABLE) != 0:
         if task < LAYOUT.num_ranks * LAYOUT.max_blocks:
             i = task // LAYOUT.max_blocks
@@ -157,7 +157,7 @@ def _place_task(task, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _wait_for_rows(routing, plan, epoch, status, host_status, timeout_ns, LAYOUT: tl.constexpr):
-    """Wait until all ranks have filled their send buffers; on timeout make the plan unusable."""
+    """Wait until all ranks have filled their send buffers; mark the plan unusable if that fails."""
     for peer in range(LAYOUT.num_ranks):
         code = failure_code(ROWS, peer, 0)
         flag = routing + LAYOUT.rows_ready + peer
@@ -224,8 +224,8 @@ def plan_kernel(
             if before == num_tasks - 1:
                 signal_all(LAYOUT.rows_ready, epoch, rank, routing, routing_ptrs_W, LAYOUT)
         elif healthy:
-            # The wait for PLANNED has no time limit. With one, it could report this rank before a
-            # count task reports the missing rank. Count tasks run, and their waits are limited.
+            # The wait for PLANNED has no time limit: else it could report this rank before a count
+            # task reports the missing rank. Count tasks already run, and their waits are limited.
             code = failure_code(PLAN, rank, 0)
             planned = counters + PLANNED
             healthy = wait(planned, epoch, _NO_LIMIT_NS, status, host_status, code, "gpu")
@@ -265,7 +265,7 @@ def _spread_weights(plan, weight_R, LAYOUT: tl.constexpr):
 def _wait_and_compare_calls(
     routing, plan, call, epoch, status, host_status, timeout_ns, LAYOUT: tl.constexpr
 ):
-    """Wait for all ranks to publish; a rank late or in another call makes the plan unusable."""
+    """Wait for all ranks' rows; mark the plan unusable if a rank is late or runs another call."""
     complete = True
     for peer in range(LAYOUT.num_ranks):
         code = failure_code(ROWS, peer, call)
@@ -288,7 +288,7 @@ def publish_rows_kernel(
     LAYOUT: tl.constexpr, SPREAD_WEIGHTS: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy this rank's rows to its send buffer and wait until all ranks have done so.
+    """Copy rows to the send buffer, wait until all ranks have, check that all run the same call.
 
     Pass n of rank r with the plan of call c::
 
@@ -373,7 +373,7 @@ def publish_rows(
     x_TD: torch.Tensor,
     weight_R: torch.Tensor | None = None,
 ) -> None:
-    """Launch ``publish_rows_kernel`` with an existing plan: fill send buffer, wait for all ranks.
+    """Launch ``publish_rows_kernel`` for an existing plan: fill send buffer, wait for all ranks.
 
     ``x_TD`` has one row for each token of that call: the token, or the gradient of its output.
     ``plan`` becomes unusable if a rank is late or in another call. Written if given: ``weight_R``,

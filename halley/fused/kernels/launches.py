@@ -30,12 +30,12 @@ from halley.ops.kernels.launch import Launcher, LaunchOptions, aligned, side_by_
 from halley.ops.kernels.tiles import GemmTile, describe, describe_weights, weight_gemm
 
 
-MOVE_WARPS = 4  # of a CTA that moves rows
+MOVE_WARPS = 4  # warps of a CTA that moves rows
 _SM_REGISTERS = 65536  # CUDA programming guide, compute capability 9.0
 _WARP_THREADS = 32
-_UNFUSED_MOVE_CTAS = 2  # for each SM, at least, if the GEMM does not run at the same time
+_UNFUSED_MOVE_CTAS = 2  # the least for each SM if the GEMM does not run at the same time
 _FETCH_REGISTERS = 72  # per thread; the GEMM of backward leaves no more free
-_COMBINE_REGISTERS = 160  # per thread; divided among the combining CTAs of an SM
+_COMBINE_REGISTERS = 160  # per thread; divided by the number of combining CTAs beside the GEMM
 
 
 def shape_launches(
@@ -190,7 +190,7 @@ def dispatch_dgrad(
 
 
 def num_dweight_columns(intermediate_size: int, config: KernelConfig) -> int:
-    """Return how many columns ``dweight_RJ`` has: summands of each routing weight's gradient."""
+    """Return the number of columns of ``dweight_RJ``: summands per routing-weight gradient."""
     return -(-intermediate_size // config.down_grad.block_n)
 
 
@@ -206,7 +206,7 @@ def _launch_fetch_and_gemm(
     intermediate_size: int,
     fused: bool,
 ) -> None:
-    """Launch the fetch of ``x_RD`` and its GEMM, side by side if ``fused``, else in order."""
+    """Launch a fetch of rows to ``x_RD`` and their GEMM, concurrent if ``fused``, else in order."""
     hidden_size, send = x_RD.shape[1], context.send_buffer
     tile = context.config.down_grad if mode.backward else context.config.up
     num_move_ctas, num_gemm_ctas, move_options, gemm_options = shape_launches(
@@ -217,7 +217,7 @@ def _launch_fetch_and_gemm(
         move_registers=_FETCH_REGISTERS,
         ctas_beside=1,
     )
-    num_exits = num_move_ctas + num_gemm_ctas  # the last CTA to end zeroes the plan's counters
+    num_exits = num_move_ctas + num_gemm_ctas  # the last CTA to end zeroes both kernels' counters
     fetch_block = context.config.fetch_block(hidden_size, num_warps=MOVE_WARPS)
     with side_by_side(fused):
         _launch_fetch(
@@ -248,7 +248,7 @@ def gemm_combine(
     copy_capacity: int = ANY_COPIES,
     weight_gradients: tuple[torch.Tensor, ...] = (),
 ) -> None:
-    """Launch the second GEMM and combine: send row sums to source ranks, add own tokens' sums.
+    """Launch the second GEMM and combine: send partial sums to source ranks, add those that arrive.
 
     In forward, the rows are activations, and the sum has the routing weights. In backward, the rows
     are gradients, the projection is transposed, and the sum has no weights.

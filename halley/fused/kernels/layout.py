@@ -88,37 +88,37 @@ from halley.symm_mem.heap import SymmTensor
 HEADER_WORDS = 16
 MAX_CHUNKS = 64  # column chunks of one combine
 MAX_GROUPS = 8  # expert groups: a token's sum starts when the tiles of its last group are done
-ANY_COPIES = 2**31 - 1  # capacity for any number of token copies
+ANY_COPIES = 2**31 - 1  # capacity that sets no limit on token copies
 TASK_ROWS = 64  # token copies of one combine task
 ORDER_BITS = 16  # packed slot: expert << 16 | number of earlier slots of this expert in its block
 
 # Indices of words in the plan's section ``tickets``: atomic counters from which CTAs take tasks,
-# and counts of CTAs that have ended. All are zero between the launch pairs of a plan.
+# and counts of CTAs that have ended. A GEMM and the kernel beside it zero their words at the end.
 NUM_TICKETS = 8
 FETCH_TICKET = tl.constexpr(0)
 FIRST_GEMM_TICKET = tl.constexpr(1)
 SECOND_GEMM_TICKET = tl.constexpr(2)
 COMBINE_TICKET = tl.constexpr(3)
 SUM_TICKET = tl.constexpr(4)
-DISPATCH_EXITS = tl.constexpr(5)  # of the fetch and the first GEMM
-COMBINE_EXITS = tl.constexpr(6)  # of the second GEMM and the combine
+DISPATCH_EXITS = tl.constexpr(5)  # ended CTAs of the fetch and the first GEMM
+COMBINE_EXITS = tl.constexpr(6)  # ended CTAs of the second GEMM and the combine
 
 # Indices of words in the plan's section ``summary``.
-IS_USABLE = tl.constexpr(0)  # 1 if all ranks published in time; if 0, kernels skip the whole plan
+IS_USABLE = tl.constexpr(0)  # 0 after failure or with too many tokens or rows: plan skipped; else 1
 NUM_TILES = tl.constexpr(1)
 NUM_COPIES = tl.constexpr(2)  # length of the fetch list, with its unused entries
-NUM_OWN_COPIES = tl.constexpr(3)  # length of the fetch list's first part, with unused entries
+NUM_OWN_COPIES = tl.constexpr(3)  # length of the fetch list's own-token part, with unused entries
 CALL = tl.constexpr(4)  # epoch of the call that made the plan
-PASS = tl.constexpr(5)  # epoch of the pass that uses the plan
+PASS = tl.constexpr(5)  # epoch of the last pass that uses the plan
 
 # Indices of words in a rank's ``counters``. All but PLANNED and EPOCH are zero between launches.
 NUM_COUNTERS = 16
 PLAN_TICKET = tl.constexpr(0)
 PUBLISHED = tl.constexpr(1)  # tasks that have published routing, or CTAs that have copied rows
-COUNTED = tl.constexpr(2)  # tasks that have counted a column
+COUNTED = tl.constexpr(2)  # low 16 bits: tasks that have counted; high: those that saw all records
 PLANNED = tl.constexpr(3)  # epoch of the last plan whose expert offsets are known
 PLAN_EXITS = tl.constexpr(4)
-EPOCH = tl.constexpr(5)  # epoch of the last pass; the device counts, so that CUDA graphs can replay
+EPOCH = tl.constexpr(5)  # last pass's epoch; kernels increment it, also in replays of CUDA graphs
 ROWS_COPIED = tl.constexpr(6)  # tasks that have copied rows to the send buffer
 
 
@@ -134,17 +134,17 @@ class Layout:
     num_experts: int
     tp_size: int  # ranks of a tensor-parallel group; a token goes to all of them
     top_k: int
-    max_tokens: int  # T, capacity in tokens of a rank; row buffers may hold fewer
+    max_tokens: int  # T, the most tokens of a rank; send and combine buffers may hold fewer
     block_m: int  # rows of a tile
-    block_slots: int  # slots of one block, the unit of counting; a power of two
+    block_slots: int  # (token, choice) slots of a block, the unit of counting; a power of two
 
     num_local: int  # L, experts of this rank
     num_groups: int  # expert groups, a power of two
-    num_columns: int  # of the counts
+    num_columns: int  # columns of a record's section ``counts``
     padded_k: int  # K rounded up to a power of two
     block_tokens: int  # tokens of one block
-    max_blocks: int  # of a rank's tokens
-    max_copies: int  # length of each list of token copies
+    max_blocks: int  # the most blocks of a rank's tokens
+    max_copies: int  # entries that the fetch list and the combine list can hold
     max_tiles: int
     task_rows: int = TASK_ROWS
     max_chunks: int = MAX_CHUNKS
@@ -301,10 +301,10 @@ class KernelContext:
     rank: int
     num_sms: int
     routing_buffer: SymmTensor  # int32 (routing_words,)
-    send_buffer: SymmTensor  # (2, tokens, D): rows that the other ranks fetch
+    send_buffer: SymmTensor  # (2, tokens, D): rows that all ranks fetch
     combine_buffer: SymmTensor  # (W, tokens, D): partial sums for this rank's tokens, by sender
     dweight_buffer: SymmTensor  # float32 (W, tokens, K): gradients of routing weights, by sender
     counters: torch.Tensor  # int32 (NUM_COUNTERS,)
-    status: torch.Tensor  # int64 (STATUS_WORDS,) on the device
+    status: torch.Tensor  # int64 (STATUS_WORDS,) on the device: failure code or 0
     host_status: torch.Tensor  # int64 (HOST_STATUS_WORDS,), pinned; see ``peer.py``
     timeout_ns: int

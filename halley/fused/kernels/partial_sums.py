@@ -1,6 +1,6 @@
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Partial sums of a token: computed by the ranks of its experts, added by its source rank.
+"""Compute partial sums of tokens on the ranks of their experts; add them on the source rank.
 
 The ranks of the experts sum the rows of each token copy in float32 and store the sum in the combine
 buffer of the token's source rank. The source rank adds the partial sums in the order of ranks.
@@ -20,7 +20,7 @@ from halley.fused.kernels.peer import SUMS, failure_code, peer_ptr, poll, signal
 
 @triton.jit
 def _load_rows(first, plan, LAYOUT: tl.constexpr, ROWS: tl.constexpr):
-    """Return origin (rank * max_tokens + token) and row indices of combine-list entries, or -1."""
+    """Return origin (rank * max_tokens + token) and rows of combine-list entries; -1 if unused."""
     copy = first + tl.arange(0, ROWS)
     k = tl.arange(0, LAYOUT.padded_k)
     origin = tl.load(plan + LAYOUT.combine_origin + copy)
@@ -55,8 +55,8 @@ def _store_sums(
     """Store partial sums of tokens in the combine buffers of the tokens' source ranks."""
     NUM_RANKS: tl.constexpr = LAYOUT.num_ranks
     token = (origin % LAYOUT.max_tokens).to(tl.int64)
-    # The addresses of all ranks are loaded and one is selected. A load indexed by the source rank
-    # would begin only after the load of ``origin``, and delay the store.
+    # Load the addresses of all ranks' buffers and select one. A load indexed by the source rank
+    # would begin only after the load of ``origin``, and would delay the store.
     target = tl.zeros((ROWS,), tl.int64)
     for peer in tl.static_range(NUM_RANKS):
         address = tl.load(combine_ptrs_W + peer)
@@ -73,9 +73,9 @@ def send_sums(
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Sum the output rows of each token copy of a task; send the sums to the tokens' source ranks.
+    """Sum each token copy's output rows in one column chunk; send the sums to the source ranks.
 
-    The sums cover one column chunk.
+    The token copies are those of one task.
 
     Example: on rank 0, token copy 5 is token 9 of rank 1 with rows (3, 130) and weights (0.6, 0.4).
     The sum ``0.6 z[3] + 0.4 z[130]`` is stored at [0, 9] of the combine buffer of rank 1.
@@ -104,7 +104,7 @@ def send_sums(
             )  # fmt: skip
     else:
         acc = tl.zeros((ROWS, CHUNK), tl.float32)
-        # One loop over copies and slots, so that loads of the next copies overlap these sums.
+        # One loop over copies and slots lets loads of the next copies overlap the current sums.
         for step in tl.range(0, most_rows * (LAYOUT.task_rows // ROWS), num_stages=STAGES):
             slot = step % most_rows
             copy = first + step // most_rows * ROWS + tl.arange(0, ROWS)
@@ -126,7 +126,7 @@ def send_weight_gradients(
     task, dweight_RJ, plan, dweight_ptrs_W, combine_tokens, rank,
     LAYOUT: tl.constexpr, NUM_SUMMANDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sum each row of ``dweight_RJ`` of a task to a routing-weight gradient; send to source ranks.
+    """Sum each ``dweight_RJ`` row of a task to a routing-weight gradient; send to the source rank.
 
     A token's gradients are stored in the order in which it chose the experts of this rank.
     """
@@ -151,7 +151,7 @@ def send_weight_gradients(
 def count_sent(
     chunk, num_tasks, plan, routing, routing_ptrs_W, rank, epoch, LAYOUT: tl.constexpr
 ):  # fmt: skip
-    """Count a combine task of a chunk as sent; the last one sets ``sums_ready`` on every rank."""
+    """Count a combine task of a chunk as sent; its last task sets ``sums_ready`` on every rank."""
     tl.debug_barrier()  # the sums of all threads are stored before one thread releases
     sent = plan + LAYOUT.chunk_sent + chunk
     if tl.atomic_add(sent, 1, sem="acq_rel", scope="sys") == num_tasks - 1:
@@ -230,7 +230,7 @@ def _collect_weight_gradients(
     task, idx_TK, dweights_TK, dweight_ptrs_W, combine_tokens, num_tokens, rank,
     LAYOUT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Copy routing-weight gradients from this rank's receive buffer to ``dweights_TK``.
+    """Store in ``dweights_TK`` the routing-weight gradients that ranks sent for some own tokens.
 
     The receive buffer has a token's gradients by rank, ``dweights_TK`` in the order of its choices.
     The ranks of a tensor-parallel group share an expert, so their gradients are added.
@@ -268,7 +268,7 @@ def sum_task(
     LAYOUT: tl.constexpr, BACKWARD: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Compute a chunk of ``y_TD`` for some own tokens; in backward, chunk 0 also ``dweights_TK``.
+    """Store a chunk of ``y_TD`` for some own tokens; for chunk 0 of backward also ``dweights_TK``.
 
     Routing-weight gradients have no column chunks, so the tasks of chunk 0 copy them.
     """

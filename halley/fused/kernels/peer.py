@@ -49,7 +49,7 @@ _LIMITS = {
 
 
 def check(host_status: torch.Tensor, *, rank: int, timeout_s: float) -> None:
-    """Raise a RuntimeError if ``host_status`` has a failure code; it names this rank and the cause.
+    """Raise a RuntimeError, naming this rank and the cause, if ``host_status`` has a failure code.
 
     The failure code is ``kind << 48 | peer << 32 | index``. Depending on the kind, ``index`` is a
     tile, a column chunk, a call (0 for a new call), a number of rows or a number of tokens.
@@ -73,15 +73,15 @@ def check(host_status: torch.Tensor, *, rank: int, timeout_s: float) -> None:
     raise RuntimeError(f"rank {rank}: {text}")
 
 
-CLOCK_LANES = tl.constexpr(512)  # at least the threads of a CTA: see clock_ns
+CLOCK_LANES = tl.constexpr(512)  # at least the number of threads of a CTA, for clock_ns
 POLLS_PER_CLOCK = tl.constexpr(256)  # polls between two reads of the clock, which is slow
 _LAST_EPOCH = tl.constexpr(2**31 - 2)  # the largest epoch whose successor is an int32
 
 
 @triton.jit
 def peer_ptr(ptrs_W, peer, like):
-    """Return a pointer to rank ``peer``'s copy of a symmetric buffer, of the type of ``like``."""
-    # The alignment hint must follow the cast: Triton knows none for a pointer from an integer.
+    """Return a pointer, of the type of ``like``, to rank ``peer``'s copy of a symmetric buffer."""
+    # The hint must follow the cast: Triton knows no alignment of a pointer cast from an integer.
     return tl.multiple_of(tl.load(ptrs_W + peer).to(like.dtype), 16)
 
 
@@ -120,7 +120,7 @@ def clock_ns():
 
 @triton.jit
 def poll(word, scope: tl.constexpr):
-    """Load a word once, as an acquire: later loads see all stores before the word's release."""
+    """Return a word, loaded as an acquire: later loads see all stores before the word's release."""
     return tl.atomic_add(word, 0, sem="acquire", scope=scope)
 
 
@@ -139,10 +139,10 @@ def report_failure(status, host_status, code):
 
 @triton.jit
 def wait(word, target, timeout_ns, status, host_status, code, scope: tl.constexpr):
-    """Return True once ``word >= target``; False after the time limit or any failure of this rank.
+    """Wait until ``word >= target`` and report ``code`` on timeout; return whether it succeeded.
 
     Example: the flag ``published[1]`` is 6 and pass 7 waits for it. The CTA polls until rank 1
-    stores 7. After ``timeout_ns`` it reports ``code``, and all other waits of this rank end.
+    stores 7. A failure that any CTA of this rank has reported also ends the wait.
     """
     value = poll(word, scope)
     num_polls = 0
@@ -190,7 +190,7 @@ def signal_all(flags, epoch, rank, routing, routing_ptrs_W, LAYOUT: tl.constexpr
 
 @triton.jit
 def next_epoch(counters, status, host_status):
-    """Return the epoch (number) of the pass that this launch begins; ``count_pass`` stores it."""
+    """Return the epoch (number) of the pass that begins; report a failure at the largest epoch."""
     epoch = tl.load(counters + EPOCH) + 1
     if epoch == _LAST_EPOCH:
         report_failure(status, host_status, failure_code(EPOCHS, 0, epoch))
@@ -216,7 +216,7 @@ _COMPILED = tl.constexpr(not INTERPRETED)
 
 @triton.jit
 def let_second_begin():
-    """Let a dependent launch begin when all CTAs of this launch have called this or ended."""
+    """Let a dependent launch begin when all CTAs of this one have called this function or ended."""
     if _COMPILED:
         gdc_launch_dependents()
 
@@ -245,7 +245,7 @@ def copy_rows(
     first, x_TD, send_buffer_TD, num_tokens,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy up to ``ROWS`` rows of ``x_TD``, from ``first`` on, to the same rows of the buffer."""
+    """Copy up to ``ROWS`` rows of ``x_TD``, from ``first`` on, to the same send buffer rows."""
     row = first + tl.arange(0, ROWS)
     for start in range(0, HIDDEN_SIZE, COLUMNS):
         column = start + tl.arange(0, COLUMNS)

@@ -51,7 +51,7 @@ def record_of(routing, source, epoch, LAYOUT: tl.constexpr):
 
 @triton.jit
 def call_in_use(routing, source, epoch, LAYOUT: tl.constexpr):
-    """Return the address where rank ``source`` stores which call's plan it uses in a pass."""
+    """Return the address of the number of the call whose plan rank ``source`` uses in a pass."""
     return routing + LAYOUT.call_in_use + (epoch % 2) * LAYOUT.num_ranks + source
 
 
@@ -63,13 +63,13 @@ def block_bases(plan, i, column, LAYOUT: tl.constexpr):
 
 @triton.jit
 def first_expert(rank, LAYOUT: tl.constexpr):
-    """Return the id of the first expert on ``rank``; equal within a tensor-parallel group."""
+    """Return the id of ``rank``'s first expert, equal for all ranks of a tensor-parallel group."""
     return rank // LAYOUT.tp_size * LAYOUT.num_local
 
 
 @triton.jit
 def local_experts(expert_TK, rank, LAYOUT: tl.constexpr):
-    """Return expert indices local to ``rank``; L for experts of other ranks and empty slots."""
+    """Return expert indices local to ``rank``; ``num_local`` for other ranks' and empty slots."""
     local = expert_TK - first_expert(rank, LAYOUT)
     here = (expert_TK >= 0) & (local >= 0) & (local < LAYOUT.num_local)
     return tl.where(here, local, LAYOUT.num_local)
@@ -77,7 +77,7 @@ def local_experts(expert_TK, rank, LAYOUT: tl.constexpr):
 
 @triton.jit
 def smallest_local(expert_TK, rank, LAYOUT: tl.constexpr):
-    """Return each token's smallest local expert on ``rank``; L for a token without one."""
+    """Return each token's smallest local expert on ``rank``; ``num_local`` if it has none there."""
     return tl.min(local_experts(expert_TK, rank, LAYOUT), axis=1)
 
 
@@ -178,7 +178,7 @@ def _count_column(column, routing, plan, epoch, rank, usable, LAYOUT: tl.constex
     separate part of the fetch list and of the combine list.
     """
     is_copies = column >= LAYOUT.num_local
-    key = column - LAYOUT.num_local  # by smallest expert, then by group of the largest
+    key = column - LAYOUT.num_local  # sort keys: first smallest local experts, then expert groups
     total = 0
     for i in range(LAYOUT.num_ranks):
         record = record_of(routing, (rank + i) % LAYOUT.num_ranks, epoch, LAYOUT)
@@ -313,7 +313,7 @@ def count_task(
     usable = complete * (most_tokens == 0)
     _count_column(column, routing, plan, epoch, rank, usable, LAYOUT)
     tl.debug_barrier()
-    # COUNTED holds two counts: finished tasks (low 16 bits), tasks that saw all records (high).
+    # COUNTED has two counts: finished tasks (low 16 bits), tasks that saw all records (high bits).
     before = tl.atomic_add(counters + COUNTED, 1 + complete * 65536, sem="acq_rel", scope="gpu")
     if before % 65536 == num_columns - 1:
         all_complete = (before // 65536 + complete == num_columns).to(tl.int32)
@@ -348,7 +348,7 @@ def store_contributors(expert, token, record, plan, LAYOUT: tl.constexpr):
 
 @triton.jit
 def place_tiles(local, plan, LAYOUT: tl.constexpr):
-    """Store in the plan, for each tile of an expert, its expert, number of rows and 0 arrivals."""
+    """Store in the plan, for each tile of an expert: expert, number of rows, 0 arrived rows."""
     STEP: tl.constexpr = 64
     rows = tl.load(plan + LAYOUT.expert_rows + local)
     first = tl.load(plan + LAYOUT.expert_begin + local) // LAYOUT.block_m

@@ -4,4 +4,4 @@ Files with kernels disable rules of pyright: it reads kernels as plain Python an
 are none.
 """
 
-from halley import interpreter as interpreter  # first: it decides how Triton runs
+from halley import interpreter as interpreter  # first: this import sets how Triton runs kernels

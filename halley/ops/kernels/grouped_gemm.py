@@ -1,7 +1,7 @@
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false
-"""A grouped GEMM of experts by the fused layer's tiles, to measure a lower bound of its time.
+"""A grouped GEMM with the fused layer's tiles, to measure a lower bound of that layer's time.
 
 M and N are the rows and the columns of a weight.
 """
@@ -20,7 +20,7 @@ def grouped_gemm_kernel(
     NUM_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the rows of each expert by its weights; CTA p of n computes tiles p, p + n, ...
+    """Multiply experts' rows by their transposed weights; CTA p of n computes tiles p, p + n, ...
 
     CTAs signal nothing and wait for nothing. Example: 3 row tiles, 2 column tiles, 4 CTAs: CTA 0
     computes tiles 0 and 4, CTA 3 only tile 3.
@@ -50,7 +50,7 @@ def grouped_gemm(
     tile: GemmTile,
     num_programs: int,
 ) -> None:
-    """Write to ``out_RN`` the rows of each row tile times the transposed weights of its expert.
+    """Write to ``out_RN`` each row tile of ``a_RK`` times its expert's transposed weights.
 
     Each tile of ``block_m`` rows belongs to one expert, ``tile_expert``, int32. The launch has
     ``num_programs`` CTAs.

@@ -23,16 +23,16 @@ import triton
 from halley.interpreter import INTERPRETED
 
 
-# Raised by the first launch of a kernel that needs more, such as shared memory, than an SM has.
+# Raised by the first launch of a kernel that needs more than an SM has, such as shared memory.
 OutOfResources = triton.OutOfResources
 
-MAP_BYTES = 128  # size and alignment of a CUtensorMap
+MAP_BYTES = 128  # size of a CUtensorMap, and its alignment in the parameter buffer
 _MAX_MAPS = 1024
 _PDL_ATTRIBUTE = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 _ADDRESS = struct.Struct("=Q")
-_FORMATS = {"i32": "i", "i64": "q"}  # Halley's kernels have no other scalars
-_DESC = "tensordesc"  # begin of the type name of a tensor descriptor in Triton
+_FORMATS = {"i32": "i", "i64": "q"}  # codes of ``struct``; kernels have no other scalars
+_DESC = "tensordesc"  # prefix of Triton's type names of tensor descriptors
 
 
 class LaunchOptions(TypedDict, total=False):
@@ -40,8 +40,8 @@ class LaunchOptions(TypedDict, total=False):
 
     num_warps: int
     num_stages: int
-    max_registers: int | None  # of a thread
-    shares: bool  # CTAs of other launches run on the same SMs
+    max_registers: int | None  # limit for each thread; None for the compiler's choice
+    shares: bool  # CTAs of other launches may run on the same SMs at the same time
     overlaps: bool  # programmatic dependent launch: may begin before the previous launch has ended
 
 
@@ -77,7 +77,7 @@ class DirectLaunch:
         if any(scratch) or metadata.num_ctas != 1 or metadata.launch_cooperative_grid:
             raise RuntimeError(f"kernel {binary.name} needs scratch memory or clusters")
         self.name: str = binary.name
-        self._binary = binary  # keeps the function loaded
+        self._binary = binary  # this reference keeps the kernel loaded
         types = [each for each in binary.src.signature.values() if each != "constexpr"]
         layouts = iter(metadata.tensordesc_meta or ())
         self._descs = [next(layouts) if each.startswith(_DESC) else None for each in types]
@@ -104,7 +104,7 @@ class DirectLaunch:
             self._prepared(stream)
 
     def flatten(self, index: int, arg: object) -> tuple[Any, ...]:
-        """Return the values of the driver's launch parameters for ``arg``, argument ``index``."""
+        """Return the driver's launch parameters for ``arg``, argument ``index`` of the kernel."""
         if type(arg) is int:
             return (arg,)
         if isinstance(arg, torch.Tensor):
@@ -120,7 +120,7 @@ class DirectLaunch:
             from triton.backends.nvidia.driver import make_tensordesc_arg
 
             moved = object.__new__(type(desc))
-            # Triton reads only the tensor's address, so an object that returns it is enough.
+            # Triton reads only ``base.data_ptr()``: an object that returns ``address`` is enough.
             moved.__dict__.update(desc.__dict__, base=SimpleNamespace(data_ptr=lambda: address))
             made = make_tensordesc_arg(moved, self._descs[index])[0]
             if len(self._maps) == _MAX_MAPS:
@@ -133,16 +133,16 @@ class DirectLaunch:
 
 @final
 class PreparedLaunch:
-    """A kernel launch with a parameter buffer of its own, which ``fused/replay.py`` can repeat."""
+    """A kernel launch with its own parameter buffer; ``fused/replay.py`` repeats such launches."""
 
     def __init__(self, launch: DirectLaunch) -> None:
-        self._launch = launch  # keeps the function loaded
+        self._launch = launch  # this reference keeps the kernel loaded
         self._buffer = ctypes.create_string_buffer(launch.packer.size + MAP_BYTES)
         self._start = -ctypes.addressof(self._buffer) % MAP_BYTES
         begin = ctypes.addressof(self._buffer) + self._start
         offsets = launch.offsets
         self._params = (ctypes.c_void_p * len(offsets))(*(begin + at for at in offsets))
-        self._config = _Config(**launch.config)  # serves one stream at a time
+        self._config = _Config(**launch.config)  # holds the stream of one launch at a time
         by_config = ctypes.byref(self._config)
         self._call = partial(
             _driver().cuLaunchKernelEx, by_config, launch.function, self._params, None
@@ -169,11 +169,11 @@ class PreparedLaunch:
             raise RuntimeError(f"launch of {self._launch.name} failed with CUDA error {code}")
 
 
-_recording = threading.local()  # steps: the list that launches of this thread are added to
+_recording = threading.local()  # ``steps``: list to which this thread's launches are added
 
 
 def set_recording(steps: list[Any] | None) -> None:
-    """Append this thread's later kernel launches and ``note_call`` calls to a list; None stops."""
+    """Append this thread's next launches and ``note_call`` calls to ``steps``; None stops this."""
     _recording.steps = steps
 
 
@@ -185,7 +185,7 @@ def note_step(step: Any) -> None:
 
 
 def note_call(call: Callable[[], None]) -> None:
-    """Call a host function between launches, now and in every replay of a recorded pass."""
+    """Call a host function now, and record it so that every replay of the pass calls it again."""
     note_step(call)
     call()
 
@@ -218,7 +218,7 @@ def only_compiles() -> bool:
 
 
 _Launch: TypeAlias = tuple[Any, tuple[int, ...], tuple[object, ...]]  # kernel, grid, arguments
-# Launches that the interpreter runs at the end of an open ``side_by_side`` block; else None.
+# Launches that the interpreter runs when the ``side_by_side`` block ends; None outside of one.
 _pending: ContextVar[list[_Launch] | None] = ContextVar("pending", default=None)
 
 
@@ -262,7 +262,7 @@ class Launcher:
         dtypes: tuple[torch.dtype, ...] = (),
         **options: Unpack[LaunchOptions],
     ) -> None:
-        """Launch the kernel with ``num_programs`` CTAs, or only compile it in ``compile_only``.
+        """Launch the kernel with ``num_programs`` CTAs, or inside ``compile_only`` only compile it.
 
         ``constants`` are its ``tl.constexpr`` parameters, and ``dtypes`` those of the tensors in
         ``args`` that may have different ones.
@@ -301,7 +301,7 @@ class Launcher:
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """Return whether kernels accept a tensor: contiguous, at a multiple of 16 bytes."""
+    """Return whether kernels accept a tensor: contiguous, with an address divisible by 16."""
     return tensor.data_ptr() % 16 == 0 and tensor.is_contiguous()
 
 
@@ -313,7 +313,7 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def current_stream(device: int) -> int:
-    """Return the handle of the current stream, without torch's object, which takes 2 us to make."""
+    """Return the current stream's handle without making torch's ``Stream``, which takes 2 us."""
     return torch._C._cuda_getCurrentRawStream(device)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportAttributeAccessIssue]
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from halley.ops.kernels.launch import Launcher, aligned
 
 
-# Numbers of routed slots, of row counts and of rows that a CTA processes in one step.
+# Numbers of slots, of (rank, expert) row counts and of rows in one step of a CTA.
 _SLOTS = 4096
 _SEGMENTS = 256
 _ROWS = 1024
@@ -23,7 +23,7 @@ _WARPS = 8
 
 @triton.jit(do_not_specialize=["num_slots", "num_experts"])
 def _sort_slots_kernel(idx, slots, counts, num_slots, num_experts, BLOCK: tl.constexpr):
-    """Sort routed slots by expert: a CTA stores the slots of one expert after those of lower ones.
+    """Sort slots by expert: one CTA per expert stores its slots after those of lower expert ids.
 
     There is one CTA for each expert, and one for the dropped slots, which come last.
 
@@ -50,7 +50,7 @@ def _sort_slots_kernel(idx, slots, counts, num_slots, num_experts, BLOCK: tl.con
 
 @triton.jit
 def _load_keys(idx, start, num_slots, num_experts, BLOCK: tl.constexpr):
-    """Return the expert ids of a range of slots; E for dropped ones, E + 1 after the last slot."""
+    """Return expert ids of ``BLOCK`` slots from ``start``: E if dropped, E + 1 past the end."""
     slot = start + tl.arange(0, BLOCK)
     real = slot < num_slots
     key = tl.load(idx + slot, mask=real, other=0).to(tl.int32)
@@ -60,7 +60,7 @@ def _load_keys(idx, start, num_slots, num_experts, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "top_k", "limit"])
 def _take_slots_kernel(idx, used, kept, used_after, num_tokens, top_k, limit, BLOCK: tl.constexpr):
-    """One CTA per expert stores which slots the expert keeps: up to ``limit``, first choices first.
+    """Store which slots each expert keeps, first choices first, until ``used`` reaches ``limit``.
 
     Example: idx is [[0], [1], [0], [0]], and expert 0 has 1 slot of at most 3 already. CTA 0 keeps
     slots 0 and 2, drops slot 3, and stores 4 as the number of slots that chose expert 0.
@@ -80,7 +80,7 @@ def _take_slots_kernel(idx, used, kept, used_after, num_tokens, top_k, limit, BL
 
 @triton.jit
 def _starts(counts, rank, local, num_ranks, num_local, SEGMENTS: tl.constexpr):
-    """Return the first row index of one (source rank, expert), in expert order and arrival order.
+    """Return the index of a (rank, expert) pair's first row in expert order and in arrival order.
 
     Rows arrive sorted by source rank. ``counts`` is (ranks, experts).
     """
@@ -101,7 +101,7 @@ def _group_rows_kernel(
     counts, order, inverse, ends, by_expert, num_ranks, num_local,
     SEGMENTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store the order of received rows by expert, its inverse, expert ends and ``(L, W)`` counts.
+    """Store the order of received rows by expert, its inverse, experts' ends, ``(L, W)`` counts.
 
     A CTA does it for one (source rank, expert). Example: counts is [[1, 2], [1, 0]]. CTA 2 (rank 1,
     expert 0) has one row. It is the fourth row in arrival order and the second in expert order:
@@ -125,7 +125,7 @@ _launch_group_rows = Launcher(_group_rows_kernel)
 
 
 def sort_slots(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return slots sorted by expert, and counts; see ``ops/traceable_routing.py``."""
+    """Return slots sorted by expert, and counts by expert, as in ``ops/traceable_routing.py``."""
     num_slots = topk_idx_TK.numel()
     slots_N = topk_idx_TK.new_empty(num_slots, dtype=torch.int64)
     counts_E = topk_idx_TK.new_empty(num_experts, dtype=torch.int64)
@@ -140,7 +140,7 @@ def sort_slots(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tenso
 def take_slots(
     topk_idx_TK: torch.Tensor, used_E: torch.Tensor, limit: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which routed slots are kept, and new counts; see ``ops/traceable_routing.py``."""
+    """Return whether each slot is kept, and new ``used_E``, as in ``ops/traceable_routing.py``."""
     num_tokens, top_k = topk_idx_TK.shape
     kept_TK = topk_idx_TK.new_empty(num_tokens, top_k, dtype=torch.bool)
     used_after_E = torch.empty_like(used_E)
@@ -156,7 +156,7 @@ def take_slots(
 def group_rows(
     counts_WL: torch.Tensor, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return row order by expert, inverse, ends and counts; see ``ops/traceable_routing.py``."""
+    """Return row order by expert, inverse, ends, counts, as in ``ops/traceable_routing.py``."""
     num_ranks, num_local = counts_WL.shape
     order_R, inverse_R = counts_WL.new_empty(num_rows), counts_WL.new_empty(num_rows)
     ends_L = counts_WL.new_empty(num_local, dtype=torch.int32)

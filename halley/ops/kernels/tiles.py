@@ -24,13 +24,13 @@ class GemmTile:
     tile start during the previous one. 0 is for weight gradients: see ``_choose_run``.
     """
 
-    block_n: int = 256  # columns of the output before the activation
+    block_n: int = 256  # columns of a tile, counted before the activation
     block_k: int = 64  # depth of one step of the loop
     group: int = 8  # row tiles that are computed for a column tile before the next column tile
     run: int = 1
     num_warps: int = 8
     per_sm: int = 1  # CTAs on one SM; one of them can multiply while the other stores
-    num_stages: int = 4  # of the software pipeline of the loop
+    num_stages: int = 4  # stages of the loop's software pipeline
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def _gelu_slope(x):
 
 @triton.jit
 def _columns_at(row, column, STRIDE: tl.constexpr, SIZE: tl.constexpr, QUARTER: tl.constexpr):
-    """Return offsets of ``QUARTER`` columns of rows, and a mask of those below ``SIZE``."""
+    """Return element offsets of ``QUARTER`` columns of each row, and a mask: column < ``SIZE``."""
     columns = column + tl.arange(0, QUARTER)
     at = (row.to(tl.int64) * STRIDE)[:, None] + columns[None, :]
     return at, (columns < SIZE)[None, :]
@@ -135,7 +135,7 @@ def _store_gradient_quarter(
     grad, weight, pre_RG, h_RF, dpre_RG, row, column,
     GATED: tl.constexpr, SIZE: tl.constexpr, QUARTER: tl.constexpr,
 ):  # fmt: skip
-    """Store ``dpre`` and ``h`` of a quarter of a tile; return row sums of ``grad * act(pre)``."""
+    """Store ``dpre`` and ``h`` of ``store_gradient`` for a quarter tile; return its ``dweight``."""
     dtype: tl.constexpr = h_RF.dtype.element_ty
     at, inside = _columns_at(row, column, 2 * SIZE if GATED else SIZE, SIZE, QUARTER)
     gate = tl.load(pre_RG + at, mask=inside, other=0.0)
@@ -165,7 +165,7 @@ def store_gradient(
     GATED: tl.constexpr, SIZE: tl.constexpr, NUM_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store the three results of a backward tile from ``grad``, the gradient of the activation h.
+    """Store ``dpre``, ``h`` and ``dweight`` of a tile, from ``grad``, the gradient of ``h``.
 
     - ``dpre``: gradient of the activation's inputs, ``weight * grad * act'(pre)``.
     - ``h``: ``weight * act(pre)``, for the second projection's gradient; forward does not save it.
@@ -201,7 +201,7 @@ def weight_gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     RUN: tl.constexpr, HALVES: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the weight gradients of all experts; CTA p of n computes runs p, p + n, p + 2 n, ...
+    """Compute all experts' weight gradients; CTA p of n computes runs of tiles p, p + n, ...
 
     A run is ``RUN`` adjacent output tiles in one loop: the loads of the next tile start during the
     current one. Else filling the pipeline would take as long as the few steps of a tile.
@@ -272,7 +272,7 @@ def _find_part(
     expert_begin, expert_rows, expert,
     NUM_EXPERTS: tl.constexpr, PART: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return an expert's first row and number of steps in part ``PART``; 0, 0 if no such part."""
+    """Return an expert's first row and number of steps in layer part ``PART``; 0, 0 if none."""
     begin = 0
     steps = 0
     if PART < NUM_PARTS:
@@ -329,7 +329,7 @@ def _store_block(
 
 
 _launch = Launcher(weight_gemm_kernel)
-_MOST_PARTS = 4  # layer parts that the kernel goes through
+_MOST_PARTS = 4  # most layer parts for which the kernel has code
 
 
 def weight_gemm(
@@ -344,10 +344,10 @@ def weight_gemm(
     num_programs: int,
     accumulate: bool = False,
 ) -> None:
-    """Write ``grad[rows of e].T @ rows[rows of e]`` to ``out[e]`` or add it, summed in float32.
+    """For each expert e, write ``grad[rows of e].T @ rows[rows of e]`` to ``out[e]``, or add it.
 
     Args:
-        out_LMN: written: gradients of stacked weights, float32 or the dtype of the rows.
+        out_LMN: output: gradients of stacked weights, float32 or the rows' dtype; sums are float32.
         grad_RM, rows_RN: gradients of the projection's outputs, and its inputs.
         expert_begin: first row of each expert in each of up to 4 parts, a multiple of
             ``tile.block_k``, int32 ``(P, L)``; ``(L,)`` for one part.
@@ -364,7 +364,7 @@ def weight_gemm(
     is_wide = out_LMN.dtype == torch.float32
     is_plain = not (is_wide or accumulate)
     tile = _choose_run(tile, rows_per_expert=len(rows_RN) // num_experts, is_plain=is_plain)
-    # To store a float32 tile, or a run's, as a whole would take shared memory that the loads use.
+    # Storing a whole float32 tile, or a tile of a run, needs shared memory that the loads use.
     in_halves = (is_wide or tile.run > 1) and tile.block_n > 1
     _launch(
         num_programs * tile.per_sm,
@@ -381,7 +381,7 @@ def weight_gemm(
 
 
 def _choose_run(tile: GemmTile, *, rows_per_expert: int, is_plain: bool) -> GemmTile:
-    """Return ``tile``; if its ``run`` is 0, with a run and columns that fit the rows per expert.
+    """Return ``tile``, or if its ``run`` is 0, a copy with a run that suits the rows per expert.
 
     With fewer rows, a tile has fewer steps, and a run needs more tiles. Runs use two CTAs on each
     SM with half the columns: one CTA stores while the other multiplies. A GEMM that adds to its
