@@ -74,23 +74,7 @@ def compile(
     Raises:
         ValueError: an option is unknown or has a value that is not allowed.
     """
-    # Imported here, because Dynamo imports Triton. The first import of Triton reads the variable
-    # TRITON_INTERPRET, which selects compiled or interpreted kernels.
-    import torch
-    import torch._dynamo.config
+    # Imported here, because the compiler imports Triton, which takes a second.
+    from halley.compiler import compile_function
 
-    from halley.compiler import Backend
-    from halley.compiler.options import parse_options
-
-    parse_options(options)
-    compiled: Any = torch.compile(
-        function, backend=Backend(), fullgraph=fullgraph, options=options or None
-    )
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # The splits of all-to-alls are numbers that the graph reads from tensors. Without this
-        # flag, Dynamo breaks the graph at each read.
-        with torch._dynamo.config.patch(capture_scalar_outputs=True):
-            return compiled(*args, **kwargs)
-
-    return call
+    return compile_function(function, fullgraph=fullgraph, **options)

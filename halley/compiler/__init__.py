@@ -8,8 +8,8 @@ from halley import interpreter as interpreter  # must run before Inductor import
 
 
 # isort: split
-from halley.compiler.backend import Backend, register, run
+from halley.compiler.backend import Backend, compile_function, register, run
 from halley.compiler.wgrad.schedule import OrderReport
 
 
-__all__ = ["Backend", "OrderReport", "register", "run"]
+__all__ = ["Backend", "OrderReport", "compile_function", "register", "run"]

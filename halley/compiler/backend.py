@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
+import torch._dynamo.config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import (
@@ -171,6 +172,28 @@ def register() -> Backend:
     if NAME not in list_backends():
         register_backend(BACKEND, name=NAME)  # pyright: ignore[reportArgumentType]
     return BACKEND
+
+
+def compile_function(
+    function: Callable[..., Any], *, fullgraph: bool = True, **options: Any
+) -> Callable[..., Any]:
+    """Return a function that runs ``function`` compiled by ``torch.compile`` with ``Backend``.
+
+    Raises:
+        ValueError: an option is unknown or has a value that is not allowed.
+    """
+    parse_options(options)
+    compiled: Any = torch.compile(
+        function, backend=Backend(), fullgraph=fullgraph, options=options or None
+    )
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # The splits of all-to-alls are numbers that the graph reads from tensors. Without this
+        # flag, Dynamo breaks the graph at each read.
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 def _communicates(graph: fx.Graph) -> bool:

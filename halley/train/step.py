@@ -246,10 +246,8 @@ def _compile_model(
     With profiles, passes plan by measured times, since the speed of the network is not known
     otherwise. On a CPU, operators run one by one: Inductor would take minutes.
     """
-    # Imported here: torch._dynamo imports Triton, which reads TRITON_INTERPRET at its import.
-    import torch._dynamo.config
-
-    from halley.compiler import Backend
+    # Imported here, because the compiler imports Triton, which takes a second.
+    from halley.compiler import compile_function
 
     options: dict[str, Any] = {
         "passes": config.passes,
@@ -259,13 +257,7 @@ def _compile_model(
     }
     if profiles := _find_profiles(config, device):
         options |= {"profiles": profiles, "measure": True}
-    compiled = torch.compile(model, backend=Backend(), fullgraph=True, options=options)
-
-    def forward(tokens_BS: torch.Tensor) -> ModelOutput:
-        with torch._dynamo.config.patch(capture_scalar_outputs=True):  # for splits of all-to-alls
-            return compiled(tokens_BS)
-
-    return forward
+    return compile_function(model, **options)
 
 
 def _find_profiles(config: RunConfig, device: torch.device) -> str:
