@@ -183,14 +183,15 @@ def compile_function(
         ValueError: an option is unknown or has a value that is not allowed.
     """
     parse_options(options)
-    compiled: Any = torch.compile(
+    compiled: Any = torch.compile(  # pyright: ignore[reportUnknownMemberType]
         function, backend=Backend(), fullgraph=fullgraph, options=options or None
     )
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # The splits of all-to-alls are numbers that the graph reads from tensors. Without this
         # flag, Dynamo breaks the graph at each read.
-        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        settings = torch._dynamo.config
+        with settings.patch(capture_scalar_outputs=True):  # pyright: ignore[reportUnknownMemberType]
             return compiled(*args, **kwargs)
 
     return call

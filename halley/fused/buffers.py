@@ -128,7 +128,7 @@ class Workspace:
         )
 
     def begin_pass(self) -> None:
-        """Raise a kernel's failure, or let the current stream wait for the stream of the last pass.
+        """Raise an earlier kernel failure; else wait for the last pass's stream, except in capture.
 
         After a failure the workspace stays unusable, because the ranks may have run different
         numbers of passes.

@@ -123,7 +123,7 @@ class StackedExperts(_mcore.MegatronModule):
                 partial(_stack, gated=gated),
                 replica,
             )
-            # Each matrix has an extra-state entry: None, except in Transformer Engine's layers.
+            # As in SequentialMLP, each matrix has an extra-state entry, here always None.
             for index, (expert_prefix, offsets) in enumerate(places, start=first):
                 key = f"{layer}._extra_state"
                 extra = _mcore.make_sharded_object_for_checkpoint(

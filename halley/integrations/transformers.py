@@ -48,7 +48,7 @@ FRAMEWORK = Framework(
 )
 
 _STYLE = "ep_dispatch_experts"  # Transformers' name of its parallel style for experts
-_DEFAULT = "auto"  # the ep_implementation of a model whose configuration names none
+_DEFAULT = "auto"  # Transformers' own default ep_implementation, not Halley's "auto"
 _EXPERTS = "transformers.integrations.moe"
 # The module of Transformers' parallel styles since version 5.22, then that of older versions.
 _STYLES = ("transformers.distributed.expert_parallel", "transformers.distributed.tensor_parallel")
@@ -271,7 +271,7 @@ def full_state_dict(model: nn.Module, group: Group = None) -> dict[str, torch.Te
 
 
 def _resolve(group: Group) -> tuple[dist.ProcessGroup | None, int, int]:
-    """Return (process group, rank, size); None gives the default group, or (None, 0, 1) if none."""
+    """Return (group, rank, size) of a group; None means the default group, or one process alone."""
     if isinstance(group, DeviceMesh):
         group = group.get_group()
     if group is None and dist.is_initialized():

@@ -18,7 +18,7 @@ _ADAM_STATES = 2  # Adam's first and second moment, float32
 def check_memory(
     config: RunConfig, *, num_ranks: int, device: torch.device, num_sharing: int = 1
 ) -> None:
-    """Raise ``ValueError`` if ``num_sharing`` ranks need more ``training_bytes`` than a device has.
+    """Raise ``ValueError`` if ``training_bytes`` of the ranks of one device exceed its memory.
 
     For a GPU, the check creates a CUDA context in this process. ``num_sharing`` ranks share the
     device's memory, such as all CPU ranks of a host.

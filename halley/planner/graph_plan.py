@@ -22,6 +22,8 @@ from halley.core.types import DTYPES, Experts, LayerShape, Routing, Task
 from halley.cost.hardware import CPU, Hardware, Predictor
 from halley.cost.profiles import shipped_path
 from halley.distributed.mesh import ParallelGroups, build_groups
+from halley.fused.op import fused_experts
+from halley.fused.passes import LayerCall
 from halley.moe.transformer import MoETransformer
 from halley.strategies.base import AbstractStrategy
 from halley.strategies.traceable import TraceableStrategy
@@ -132,10 +134,6 @@ class _FusedOperators(AbstractStrategy):
     """Strategy fused or unfused, for tracing only: it calls the operator without real buffers."""
 
     def __init__(self, name: str, *, groups: ParallelGroups, device: torch.device) -> None:
-        # Imported here so that plans without fused layers also run where Triton is missing.
-        from halley.fused.op import fused_experts
-        from halley.fused.passes import LayerCall
-
         kind, _, save = name.partition(":")
         options: dict[str, Any] = {"fused": kind == "fused", "save": save or "all"}
         self.tp_size = groups.tp_size

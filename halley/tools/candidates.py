@@ -214,7 +214,7 @@ def measure_link(groups: ParallelGroups, *, device: torch.device) -> float:
 
 
 def wire_us(tensors: LayerTensors, *, link_bytes_per_s: float) -> float:
-    """Return the shortest dispatch, in us, that the most loaded rank's link allows; a collective.
+    """Return the least us of a dispatch, by the most loaded rank's link. Call it on all ranks.
 
     Combine needs the same time: it returns one row per (token, destination rank). A token is sent
     once to each destination rank, even if several of its experts are there. It is sent to every

@@ -200,8 +200,8 @@ def layer_memory(
     results = tokens + 4 * shape.num_tokens * shape.top_k  # gradients of tokens, routing weights
     weights = 4 * num_rows  # routing weights by row
     weight_grads = 4 * num_rows * num_parts
-    # In this sum, ``pre`` counts the gradient of pre, ``activations`` the weighted activations, and
-    # ``rows`` the gradients of the rows: each pair has one size.
+    # Sizes here stand for others: ``pre`` for the gradient of pre, ``activations`` for activations
+    # times routing weights, ``rows`` for the output gradients, one row per expert of a token.
     dispatched = until_end + recomputed_pre + pre + activations + rows + weight_grads
     peak = max(
         forward,

@@ -127,9 +127,7 @@ def sample_routing(
         )
     order_TE = torch.rand(num_tokens, load_E.numel(), generator=generator).argsort(1)
     covered_TE = (load_E.to(torch.float64) * top_k)[order_TE].cumsum(1)
-    covered_TE *= (
-        top_k / covered_TE[:, -1:]
-    )  # after scaling, each cumulative sum ends at top_k in spite of rounding
+    covered_TE *= top_k / covered_TE[:, -1:]  # now ends at top_k but for this scaling's rounding
     start_T1 = torch.rand(num_tokens, 1, generator=generator, dtype=torch.float64)
     points_TK = start_T1 + torch.arange(top_k, dtype=torch.float64)
     place_TK = torch.searchsorted(covered_TE, points_TK, right=True).clamp_max(load_E.numel() - 1)

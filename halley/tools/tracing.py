@@ -192,7 +192,7 @@ def measure_graphs(
     num_steps: int,
     on_progress: Progress,
 ) -> "tuple[list[OrderReport], float, list[Span]]":
-    """Compile a model with passes and time steps; return predictions, step time, spans; collective.
+    """Compile a model with passes and time its steps; return predictions, time, spans; collective.
 
     The graphs run in eager mode, on random tokens. Rank 0 measures the operators; all ranks measure
     the all-to-alls. ``options`` are those of the compiler backend, which have been checked.

@@ -30,7 +30,7 @@ class Unit:
 
 
 def find_movable(analysis: GraphAnalysis, all_to_alls: Sequence[int]) -> dict[int, frozenset[int]]:
-    """Return the indices of the overlap windows of each node that may move, by the node's index.
+    """Return, by index of each movable node, the indices of overlap windows in which it may run.
 
     Overlap window i is that of node ``all_to_alls[i]``.
     """

@@ -230,7 +230,7 @@ def _collect_weight_gradients(
     task, idx_TK, dweights_TK, dweight_ptrs_W, combine_tokens, num_tokens, rank,
     LAYOUT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store in ``dweights_TK`` the routing-weight gradients that ranks sent for some own tokens.
+    """Store in ``dweights_TK`` a task's routing-weight gradients, received from the expert ranks.
 
     The receive buffer has a token's gradients by rank, ``dweights_TK`` in the order of its choices.
     The ranks of a tensor-parallel group share an expert, so their gradients are added.

@@ -60,7 +60,7 @@ def _load_keys(idx, start, num_slots, num_experts, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "top_k", "limit"])
 def _take_slots_kernel(idx, used, kept, used_after, num_tokens, top_k, limit, BLOCK: tl.constexpr):
-    """Store which slots each expert keeps, first choices first, until ``used`` reaches ``limit``.
+    """Store which (token, choice) slots each expert keeps up to ``limit``, first choices first.
 
     Example: idx is [[0], [1], [0], [0]], and expert 0 has 1 slot of at most 3 already. CTA 0 keeps
     slots 0 and 2, drops slot 3, and stores 4 as the number of slots that chose expert 0.
