@@ -17,7 +17,7 @@ from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing, Task
 from halley.cost.hardware import Predictor
 from halley.cost.simulate import makespan_us
-from halley.distributed.peers import Collective, compare_ranks, rank_and_size
+from halley.distributed.peers import Collective, all_gather_objects, compare_ranks, rank_and_size
 from halley.strategies.base import AbstractStrategy, check_inputs, wants_gradients
 from halley.symm_mem.access import peer_access
 
@@ -148,6 +148,9 @@ class AutoStrategy(AbstractStrategy):
                 problem = self._no_access
             if problem:
                 problems[name] = problem
+        # One rank alone may have a problem, such as an unaligned weight.
+        for found in all_gather_objects(problems, group=self.group, operation="strategy auto"):
+            problems |= found
         names = [name for name in self.candidates if name not in problems]
         times_us: dict[str, float] = {}
         if self._no_access:

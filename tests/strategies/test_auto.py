@@ -182,10 +182,10 @@ def test_tasks_are_those_of_the_chosen_strategy() -> None:
 
 
 def _choose_over_ranks(rank: int, num_ranks: int) -> tuple[str, list[str]]:
-    """Each candidate is slow on one rank; "chunked" is the slowest on its slowest rank."""
-    auto = _auto(
-        {"chunked": _Slow((0.0, 0.06)[rank]), "fused": _Slow((0.03, 0.0)[rank])}, dist.group.WORLD
-    )
+    """One rank is slower by each candidate; one rank alone cannot run the fastest, "sequential"."""
+    candidates = {"chunked": _Slow((0.0, 0.06)[rank]), "fused": _Slow((0.03, 0.0)[rank])}
+    candidates["sequential"] = _Slow(0.0, problem=("", "up (at 0x8) is unaligned")[rank])
+    auto = _auto(candidates, dist.group.WORLD)
     case = LayerCase(num_tokens_W=(5,) if rank else (0,), num_experts=4)
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(AutoStrategy, "_now", _pretended_now)
