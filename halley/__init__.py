@@ -74,7 +74,7 @@ def compile(
     Raises:
         ValueError: an option is unknown or has a value that is not allowed.
     """
-    # Imported here, because the compiler imports Triton, which takes a second.
+    # Imported here, because the imports of Triton and of torch's compiler take seconds.
     from halley.compiler import compile_function
 
     return compile_function(function, fullgraph=fullgraph, **options)

@@ -18,7 +18,7 @@ MAX_PLANNED_RANKS = 65536
 # Keyword arguments of ``check_replaceable`` for a chart, which is a PNG of matplotlib.
 CHART = {"what": "a chart of Halley's", "start": b"\x89PNG\r\n\x1a\n", "inside": b"Matplotlib"}
 
-_MAX_COUNT = 10**6  # most samples or steps: more would run for days
+_MAX_COUNT = 10**6  # most samples or steps, far more than a measurement needs
 _MAX_SEED = 2**63 // 1_000_003 - 1  # ranks multiply the seed by 1_000_003, in 64 bits
 _HEAD_BYTES = 4096
 
@@ -117,8 +117,8 @@ def check_replaceable(
 ) -> None:
     """Raise ``ValueError`` unless a file can be written, and is new, empty or written by Halley.
 
-    Creates the folder of the file, and does not change the file. ``what`` names the content of such
-    files in the error. They begin with ``start`` and have ``inside`` in their first 4096 bytes.
+    Creates the folder, but does not change the file. ``what`` names Halley's files in errors.
+    They begin with ``start`` and have ``inside`` in their first 4096 bytes; defaults fit any file.
     """
     head = b""
     try:

@@ -102,8 +102,8 @@ def graph(
     """Predict the changes of the compiler passes to the graphs of a model, and the time of a step.
 
     The pass is wgrad, which runs weight-gradient GEMMs under all-to-alls. Chooses the strategy of
-    each MoE layer by predicted time, unless `--set strategy=NAME` is given. Prints tables, then one
-    JSON line.
+    each MoE layer by predicted time, unless `--set strategy=NAME` or `--measure` is given. Prints
+    tables, then one JSON line.
     """
     run_config = read_config(config, overrides)
     # ``halley.compiler.options`` checks this too, but its import loads torch's compiler.
@@ -160,7 +160,7 @@ def _plan(
 
 
 def _check(config: RunConfig, *, ranks: int, measure: int, device: str, link: float) -> None:
-    """Raise ``ValueError`` if an option has a wrong value, before the model is traced."""
+    """Raise ``ValueError`` if ranks, groups or ``measure`` are wrong, or options exclude it."""
     if ranks < 2:
         raise ValueError(f"ranks ({ranks}) must be at least 2: one rank has no all-to-alls")
     check_range(ranks, 2, MAX_PLANNED_RANKS, option="ranks")

@@ -151,7 +151,7 @@ def check_config(config: RunConfig, *, nproc: int) -> None:
 
 
 def check_groups(config: RunConfig, *, num_ranks: int) -> int:
-    """Return the expert-parallel size; check that it divides the ranks, and tp_size divides it."""
+    """Return the expert-parallel size; ``ValueError`` if the group sizes do not divide evenly."""
     ep_size, tp_size = config.ep_size or num_ranks, config.expert_tp_size
     if num_ranks % ep_size != 0:
         raise ValueError(f"ep_size ({ep_size}) must divide the number of ranks ({num_ranks})")

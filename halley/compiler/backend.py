@@ -60,7 +60,7 @@ def run(gm: fx.GraphModule, *, options: dict[str, object] | None = None) -> Orde
 
 @final
 class Backend:
-    """Compiles graphs of Dynamo, each as a forward and a backward graph changed by ``pipeline.py``.
+    """Compiles graphs of Dynamo; changes the forward and any backward graph by ``pipeline.py``.
 
     ``reports`` has a report of each forward or backward graph whose order was planned, oldest
     first. With ``plans_only``, the inner compiler does not run, and all graphs have reports.

@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import (
 from halley.compiler.graph_collectives import Signature, graph_groups, signature
 
 
-# Rank 0 waits ``timeout_s`` for the other ranks. They wait this many seconds longer for rank 0, so
-# that they can read the verdict of rank 0, which names the missing ranks.
+# To compare graphs, rank 0 waits ``timeout_s`` for the other ranks. They wait this many seconds
+# longer for rank 0, so that they can read its verdict, which names the missing ranks.
 _VERDICT_MARGIN_S = 10.0
 _T = TypeVar("_T")
 
@@ -144,8 +144,8 @@ def compare_graphs(*graphs: fx.Graph, timeout_s: float) -> tuple[list[Consensus]
     """Compare graphs across ranks; return each group's ``Consensus``, and the differing ranks.
 
     Returns:
-        One ``Consensus`` for each process group, the largest first. Then the ranks whose
-        computation differs from that of rank 0, so that no plan fits all ranks.
+        One ``Consensus`` for each process group, the largest first. Then the ranks, as numbered in
+        their group, whose computation is not that of its rank 0, so that no plan fits all ranks.
 
     Raises:
         RuntimeError: the ranks' collectives differ, or a rank is missing; on all ranks.

@@ -83,7 +83,7 @@ def is_split_sum(node: fx.Node, sizes: Sizes) -> bool:
     if not isinstance(source, torch.Tensor) or not isinstance(own, torch.Tensor):
         return False
     dims = node.args[1]
-    # Only sums that keep the last dimension are split.
+    # Only sums over rows are predicted as split. They keep the last dimension.
     if not isinstance(dims, list | tuple) or {-1, source.dim() - 1} & set(dims):
         return False
     num_summed = sizes.num_bytes(source) // source.itemsize
@@ -165,7 +165,7 @@ def fused_us(
             # For an expanded tensor, the kernel loads the bytes of the tensor before ``expand``.
             num_bytes = sizes.num_bytes(result_of(source))
             num_bytes = min(num_bytes, sizes.num_bytes(result_of(_root(source))))
-            # A gather loads only the rows that it returns.
+            # A gather loads only the elements that it returns.
             moved += min(num_bytes, own) if operator_name(node) in _GATHERS else num_bytes
     if boundary is None or boundary.writes:
         kernel_us = 1e6 * (moved + own) / predictor.hardware.fused_bytes_per_s

@@ -45,7 +45,7 @@ class GradientHooks:
         """
         inputs = forward.find_nodes(op="placeholder")
         gradients = _results(backward)
-        # With effect tokens or tensor subclasses, the numbers of gradients and of inputs differ.
+        # With effect tokens or tensor subclasses, the numbers of gradients and inputs may differ.
         # The graph then calls no hook.
         if len(gradients) != len(inputs):
             return

@@ -26,7 +26,7 @@ class NodeKind(Enum):
     OUTPUT = "output"
     START = "start"  # starts a collective and returns at once
     WAIT = "wait"  # blocks the compute stream until a collective has ended
-    FUSED = "fused"  # computes and communicates in one operator, and returns when both have ended
+    FUSED = "fused"  # computes and communicates in one operator; the compute stream runs both
     VIEW = "view"  # makes a view, a size or a tuple element: no kernel
     COMPUTE = "compute"
 
@@ -104,7 +104,7 @@ def module_of(node: fx.Node) -> str:
     """Return the path of a node's ``nn.Module``, such as "layers.1.mlp"; "" if it has none."""
     stack: Any = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = [*stack.values()][-1][0] if stack else ""
-    return path.partition("].")[2] or path  # Dynamo's paths begin with "L['self']."
+    return path.partition("].")[2] or path  # Dynamo's paths begin with a root such as "L['self']."
 
 
 def bits(mask: int) -> Iterator[int]:
@@ -207,11 +207,11 @@ def node_kind(node: fx.Node) -> NodeKind:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether a node counts as launching no kernel: it makes a view, element or number."""
+    """Return whether a node counts as no kernel launch: a view, a tuple's element or a number."""
     operator = find_operator(node)
     if operator is None:
         return node.op in ("get_attr", "call_function")  # such as getitem and arithmetic on sizes
-    # These return a view where strides allow it, although their schemas declare no alias.
+    # These return a view where strides allow it, although ``_unsafe_view`` declares no alias.
     if operator_name(node) in ("aten::reshape", "aten::_unsafe_view"):
         return True
     returns = operator._schema.returns  # pyright: ignore[reportPrivateUsage]
@@ -240,7 +240,7 @@ def _find_needs(nodes: list[fx.Node], collectives: list[Kind | None]) -> list[tu
         if is_random(node):
             needs |= last_random
             last_random = {index}
-        # Reductions of gradients may be reordered: all ranks use the order of rank 0's plan.
+        # Gradient reductions may be reordered: with the option ``agree``, all ranks use one order.
         if collectives[index] in ("all_to_all", "gather", "fused"):
             needs |= last_ordered
             last_ordered = {index}

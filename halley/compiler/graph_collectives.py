@@ -33,7 +33,7 @@ _KINDS: dict[str, Kind] = {
     "halley::fused_experts": "fused",
     "halley::fused_experts_backward": "fused",
 }
-# Namespaces of operators that communicate. Halley knows only those of ``_KINDS``, and ``WAIT``.
+# Namespaces of operators that communicate; Halley knows only ``WAIT`` and the keys of ``_KINDS``.
 _COMMUNICATING = (
     _FUNCTIONAL, "c10d", "c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"
 )  # fmt: skip
@@ -52,7 +52,7 @@ def operator_name(node: fx.Node) -> str:
 
 
 def collective_kind(node: fx.Node) -> Kind | None:
-    """Return the ``Kind`` of a node's collective or fused layer; None for any other operator."""
+    """Return the ``Kind`` of a known collective or fused layer; None for any other operator."""
     return _KINDS.get(operator_name(node))
 
 
@@ -98,7 +98,7 @@ def group_of(node: fx.Node) -> str | None:
 
 
 def graph_groups(*graphs: fx.Graph) -> list[str]:
-    """Return process-group names of the graphs' collectives, in order of first appearance."""
+    """Return group names of the graphs' functional collectives, in order of first appearance."""
     groups = (group_of(node) for graph in graphs for node in graph.nodes if collective_kind(node))
     return list(dict.fromkeys(group for group in groups if group is not None))
 
@@ -124,8 +124,8 @@ class Signature:
 def signature(*graphs: fx.Graph) -> Signature:
     """Return one ``Signature`` of all given graphs together, such as forward and backward.
 
-    The numbers of rows that ranks send and receive may differ. Of an all-to-all, only dtype and row
-    shape are compared. Groups are numbered by first use: a group's name may differ between ranks.
+    Ranks may send and receive different numbers of rows, so only reductions compare the first size
+    of tensors. Groups are numbered by first use: a group's name may differ between ranks.
     """
     groups = {name: index for index, name in enumerate(graph_groups(*graphs))}
     nodes = [node for graph in graphs for node in graph.nodes]
@@ -137,8 +137,8 @@ def signature(*graphs: fx.Graph) -> Signature:
         digest.update(f"{node.op} {_target(node)} {inputs}\n".encode())
         if kind := collective_kind(node):
             group = groups.get(group_of(node) or "")
-            # Leave out the first size, a number of rows, which may differ between ranks in an
-            # all-to-all or all-gather.
+            # Except for reductions, leave out the first size: in an all-to-all or a fused layer, it
+            # is a number of rows, which may differ between ranks.
             first = 0 if kind == "reduce" else 1
             sources = " ".join(_operand(each, first=first) for each in node.all_input_nodes)
             lines.append(f"{_target(node)} {sources} group {group}")

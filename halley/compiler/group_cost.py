@@ -23,8 +23,8 @@ from halley.ops.sm_carveout import gemm_with_carveout, has_sm_carveout
 
 _MIN_BYTES = 4096  # of the smallest measured all-to-all: below it, the time is latency
 # Contention is measured with GEMMs of (side, inner) x (inner, side), which take tenths of a
-# millisecond, beside an all-to-all of ``_BYTES`` a rank, which takes some milliseconds. GEMMs must
-# be as large as those of a model, because small ones suffer more from SMs that the collective
+# millisecond, beside an all-to-all of ``_BYTES`` a rank, which takes a millisecond or more. GEMMs
+# must be as large as those of a model, because small ones suffer more from SMs that the collective
 # occupies: with 4 of the 132 SMs of an H200 occupied, a GEMM with a side of 2048 takes 1.9 times as
 # long, with 4096 1.55 times, with 8192 1.25 times.
 _CPU_SIDE, _CPU_INNER, _CPU_BYTES = 128, 128, 4 * 2**20
@@ -61,7 +61,7 @@ def measure_groups(
             # Rank 0 of the largest group decides whether to measure, also for ranks with the curve.
             lacks = largest.share(f"curve {at}", lambda key=key: table.curve(key) is None)
             # If no group holds all ranks, ``lacks`` may differ in this group, because its ranks
-            # may have other largest groups. So all ranks of this group measure if one must.
+            # may have different largest groups. So all ranks of this group measure if one must.
             if any(consensus.all_gather(f"lacks curve {at}", lacks)):
                 curve = _measure_all_to_all(graph, consensus, sizes=sizes, device=device)
                 table.add_curve(key, curve)

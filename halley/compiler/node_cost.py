@@ -1,4 +1,4 @@
-"""Price each node of a graph in microseconds: from a profile, by a measurement or a prediction."""
+"""Find the microseconds of each graph node: from a profile, by a measurement or a prediction."""
 
 import math
 import time
@@ -73,7 +73,7 @@ class ProfiledCost:
     measuring_s: float = 0.0  # seconds spent on measurements so far
 
     def __call__(self, node: fx.Node) -> float:
-        """Return the device time of a node's computation or collective, in microseconds."""
+        """Return the time of a node's computation, collective or host read, in microseconds."""
         if (group := group_of(node)) is not None:
             curve, sent = self._find_curve(group), exchanged_bytes(node, self.sizes)
             return self.predictor.all_to_all_us(sent) if curve is None else curve.at(sent)
@@ -209,7 +209,7 @@ def node_key(node: fx.Node, sizes: Sizes) -> str:
 
 
 def _predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
-    """Predict a node's microseconds by a roofline: its bytes, and FLOPs of GEMMs and attention."""
+    """Predict a node's us by a roofline: bytes (on the link if a fused layer) and GEMM FLOPs."""
     if collective_kind(node) == "fused":
         return _fused_layer_us(node, predictor, sizes)
     kernel_us = predictor.hardware.kernel_us

@@ -176,7 +176,7 @@ def _open_consensus(
 def _find_order(
     analysis: GraphAnalysis, cost: ProfiledCost, sizes: Sizes, *, margin: float, step_peak: int
 ) -> list[int]:
-    """Return the order of ``plan_wgrad`` if it is predicted faster; else the graph's own order."""
+    """Return ``plan_wgrad``'s order if its predicted times are lower, else the graph's order."""
     unchanged, tasks = list(range(len(analysis.nodes))), operations(analysis, cost)
     peak = max(LiveBytes(analysis, sizes, inside=cost.inside).peak(unchanged), step_peak)
     order = plan_wgrad(
@@ -207,7 +207,7 @@ def _build_cost(
     num_ranks = groups[0].num_ranks if groups else 1
     environment = find_environment(device, topology=f"ranks {num_ranks}")
     if options.hardware is not None and not options.measure:
-        # Use times measured on ``options.hardware``, not this machine, by any software version.
+        # Use times measured on ``options.hardware`` with software of any version.
         topology = f"ranks {max(group_sizes(graph), default=1)}"
         environment = Environment(device=options.hardware.name, versions="", topology=topology)
     table = ProfileTable(None, environment)
@@ -238,7 +238,7 @@ def _build_cost(
 
 
 def reserve_sms(graph: fx.Graph, sm_margins: tuple[int, int], *, in_all: bool = False) -> None:
-    """Let GEMMs leave SMs free: those between an all-to-all's start and wait, or all (``in_all``).
+    """Let GEMMs between an all-to-all's start and wait, or all GEMMs (``in_all``), leave SMs free.
 
     The graph must be in its final order, and GEMMs keep their node and its place. A GEMM with
     unusual arguments, or inside another operator, is not changed.

@@ -191,12 +191,12 @@ class OptimizerConfig:
     kind: Literal["adamw", "sgd"] = "adamw"
     learning_rate: float = 1e-3
     warmup_steps: int = 20  # steps over which the learning rate rises from 0
-    final_fraction: float = 0.1  # the last learning rate as a fraction of ``learning_rate``
+    final_fraction: float = 0.1  # end of the cosine decay, as a fraction of ``learning_rate``
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    clip_norm: float = 1.0  # gradients are scaled down to this global norm at most; 0 never scales
+    clip_norm: float = 1.0  # gradients with a larger global norm are scaled to this; 0: never
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="optimizer.")

@@ -1,7 +1,7 @@
 """Configurations of named models, with sources; ``load_config`` reads the configuration of a run.
 
-A comment at an entry says where Halley's model lacks a part of the published model. Such an entry
-has no ``hf_family``: it serves benchmarks, and its weights cannot be exported.
+A comment at an entry names the main parts of the published model that Halley's model lacks. Such
+an entry has no ``hf_family``: it serves benchmarks, and its weights cannot be exported.
 
 Balance coefficients that an entry sets are the published ones. Halley's loss is 1 for each
 balanced layer, while Hugging Face pools the layers and counts each of the K choices. For an equal
@@ -17,7 +17,7 @@ from halley.core.config import ModelConfig, MoEConfig, RouterConfig, RunConfig
 from halley.core.validation import Table, build, read_text, show, show_name, unknown_name
 
 
-_MAX_BYTES = 2**16  # largest configuration file; usual ones have a few thousand bytes
+_MAX_BYTES = 2**16  # largest configuration file; usual ones have less than 4096 bytes
 _MAX_DOTS = 200  # most dots on a line; tomllib takes quadratic time in the dots of a key
 
 _MODELS = (
@@ -85,8 +85,8 @@ _MODELS = (
         rope_theta=150000.0, norm_eps=1e-5, attention_bias=True,
         moe=MoEConfig(num_experts=32, top_k=4, intermediate_size=2880, expert_bias=True),
     ),
-    # Source: DeepSeek-V3 (arXiv:2412.19437), section 4.2. Halley has plain multi-head attention in
-    # place of the published latent attention; the MoE layer is as published.
+    # Source: DeepSeek-V3 (arXiv:2412.19437), section 4.2. Halley has plain attention and a balance
+    # loss per microbatch in place of the published latent attention and loss per sequence.
     ModelConfig(
         name="deepseek-v3", vocab_size=129280, hidden_size=7168, num_layers=61,
         num_heads=128, num_kv_heads=128, head_dim=128,

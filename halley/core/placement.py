@@ -46,7 +46,7 @@ def write_counts(
     table = {"version": _VERSION, **steps, "counts": [list(counts_E) for counts_E in counts_ME]}
     draft = path.with_name(f"{path.name}.tmp")
     draft.write_text(json.dumps(table) + "\n", encoding="ascii")
-    draft.replace(path)  # a rename is atomic: after a crash, the old or the new file is complete
+    draft.replace(path)  # atomic: a process that is killed leaves no incomplete file at ``path``
 
 
 def read_counts(path: Path) -> list[list[float]]:
@@ -187,8 +187,8 @@ def choose_replicas(
 ) -> torch.Tensor:
     """Return the id of the replica to which each slot is sent, or ``DROPPED``, ``(T, K)`` int64.
 
-    Tokens use the replicas of an expert round-robin by token index, and each rank starts with
-    another replica. If all ranks send an expert equally many tokens, its replicas get equally many.
+    Tokens use the replicas of an expert round-robin by token index, from a start that depends on
+    ``rank``. The indices of an expert's tokens are arbitrary, so they divide only about equally.
     ``choices_EC`` and ``num_choices_E`` are the results of ``replica_choices`` for this rank. The
     host reads nothing from the device.
     """

@@ -40,8 +40,8 @@ def moe_reference(
     Args:
         x_TD: tokens. Each expert rounds them to the dtype of its weights. So the gradients of
             float32 tokens are summed over the experts in float32.
-        experts: experts ``first_expert`` to ``first_expert + L``. If these are not all experts, the
-            result is a partial sum. The sum over all ranks is the layer's output.
+        experts: experts ``first_expert`` to ``first_expert + L - 1``. If these are not all experts,
+            the result is a partial sum. The sum over all ranks is the layer's output.
     """
     y_TD = x_TD.new_zeros(x_TD.shape, dtype=torch.promote_types(x_TD.dtype, torch.float32))
     for index in range(experts.num_local_experts):

@@ -107,7 +107,7 @@ class _Wait:
 
 
 # Global, because custom operators and autograd threads write this object, and PyTorch, which calls
-# them, cannot pass it on. The watchdog reads it for error messages; no result depends on it.
+# them, cannot pass it on. The watchdog reads it to find deadlocks; no result depends on it.
 CURRENT_OPERATION: Final = CurrentOperation()
 
 
@@ -129,7 +129,7 @@ class Recorder:
         check_type(enabled, bool, name="enabled")
         self._rank = rank
         self.enabled = enabled
-        self.sent_bytes = 0  # bytes sent to other ranks by ``ops/exchange.py`` so far
+        self.sent_bytes = 0  # bytes that ``Exchange`` has sent to other ranks so far
         self._marks: list[tuple[str, str, _Moment, _Moment]] = []  # name, stream, start, end
 
     def span(self, name: str, *, stream: str = "compute") -> AbstractContextManager[object]:
@@ -155,7 +155,7 @@ class Recorder:
         return nullcontext()
 
     def collect(self) -> list[Span]:
-        """Wait for the device; return spans since the last call by start; the first starts at 0."""
+        """Wait for the device; return the new spans sorted by start; the first starts at 0."""
         marks, self._marks = self._marks, []
         if not marks:
             return []
@@ -211,9 +211,9 @@ def union_us(spans: Iterable[Span]) -> float:
 
 
 def subtract(intervals: list[Interval], cover: list[Interval]) -> list[Interval]:
-    """Return the parts of ``intervals`` outside ``cover``; both arguments come from ``union``."""
+    """Return the parts of ``intervals`` outside ``cover``; both are disjoint and in order."""
     uncovered: list[Interval] = []
-    first = 0  # items of ``cover`` before this index end before ``start_us``
+    first = 0  # items of ``cover`` before this index end at or before ``start_us``
     for start_us, end_us in intervals:
         while first < len(cover) and cover[first][1] <= start_us:
             first += 1

@@ -21,7 +21,7 @@ from typing import Never, cast
 import torch
 
 
-MAX_DEPTH = 32  # deepest nesting of lists and objects; Halley's own files have at most 5 levels
+MAX_DEPTH = 32  # deepest nesting of lists and objects; Halley's own files have at most 6 levels
 
 Table = dict[str, object]
 Record = typing.TypeVar("Record")
@@ -203,7 +203,7 @@ def parse_device(device: object, *, types: tuple[str, ...] = ("cpu", "cuda")) ->
 def read_text(path: Path, *, what: str, max_bytes: int) -> str:
     """Return the text of a UTF-8 file of at most ``max_bytes`` bytes.
 
-    ``what``, such as "placement", is the first word of each message. The null device reads as an
+    ``what``, such as "placement", is the start of each message. The null device reads as an
     empty file. Other devices, pipes and sockets can block, and are a ``ValueError``, as is a file
     that is missing, cannot be read, is too large or is not UTF-8.
     """
@@ -266,7 +266,7 @@ def _read_bytes(path: Path, *, what: str, max_bytes: int) -> bytes:
     try:
         # Without O_NONBLOCK, opening a pipe blocks until another process opens it for writing.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except ValueError as error:  # the path has a null character
+    except ValueError as error:  # for example, the path has a null character
         raise ValueError(f"{what} ({str(path)!r}) must be a readable file: {error}") from error
     with os.fdopen(descriptor, "rb") as file:
         info = os.fstat(descriptor)

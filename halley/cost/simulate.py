@@ -133,7 +133,7 @@ class Operation:
     name: str  # unique in the graph
     role: Role
     duration_us: float
-    needs: tuple[int, ...] = ()  # indices of the operations whose results this one takes
+    needs: tuple[int, ...] = ()  # indices of the operations that must end before this one
     host_us: float = 0.0  # host time to launch the operation
     is_read: bool = False  # the host reads the result, so it waits for the end of the operation
 
@@ -174,7 +174,7 @@ def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[T
         if operation.role == "start" and last_compute and last_compute not in needs:
             needs = (*needs, last_compute)
         host_us, duration_us = operation.host_us, operation.duration_us
-        if host_us or last_read:  # the host launches after it has read the result of ``last_read``
+        if host_us or last_read:  # the launch takes host time, or waits until a result is read
             issued, read = f"{name} issued", (last_read,) if last_read else ()
             tasks.append(Task(name=issued, stream=HOST, duration_us=host_us, needs=read))
             needs = (*needs, issued)

@@ -156,8 +156,8 @@ def launch(command: list[str], *, num_processes: int, patience_s: float = 30.0) 
     Failures that ranks report with ``tell_failure`` are printed once per cause. The first SIGINT or
     SIGTERM is forwarded to all ranks, which then have ten minutes to end. The second kills them.
     After a rank has failed, the other ranks have ``patience_s`` to end. The result is the exit code
-    of the rank that failed first, 128 + n after signal n, or 0. A rank that cannot be started is a
-    RuntimeError.
+    of the rank that failed first, 128 + n after signal n, or 0. If the host allows no more
+    processes, a RuntimeError is raised.
     """
     if num_processes < 1:
         raise ValueError(f"num_processes ({num_processes}) must be at least 1")
@@ -198,7 +198,7 @@ def _wait(
     failures: FailureReader,
     patience_s: float,
 ) -> int:
-    """Wait until all ranks end; forward signals, print failures; return the resulting exit code."""
+    """Wait for all ranks; forward signals, print failures, end late ranks; return an exit code."""
     failed: int | None = None
     interrupted_by: int | None = None
     deadline_s = hint_s = math.inf
@@ -252,7 +252,7 @@ def _report(rank: int, code: int, *, is_reported: bool) -> int:
     """Print a failed rank's signal, or unexplained exit code; return the launcher's exit code."""
     if code < 0:
         name = f"signal {-code}"
-        with suppress(ValueError):  # real-time signals have no name
+        with suppress(ValueError):  # most real-time signals have no name
             name = signal.Signals(-code).name
         _say(f"rank {rank} was killed by {name}")
         return 128 - code

@@ -17,7 +17,7 @@ from halley.core.types import check_tp_size
 from halley.core.validation import check_choice, check_type
 
 
-# A gradient bucket of this size is full and all-reduced: large for bandwidth, small for overlap.
+# A bucket of this size takes no more gradients: larger ones overlap less, smaller ones are slower.
 BUCKET_BYTES = 64 * 2**20
 
 
@@ -147,7 +147,7 @@ def global_norm(
 
 
 def _sum_of_squares(gradients: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    # Norms are float32: a sum of many bfloat16 squares would lose most of its summands.
+    # Norms are float32: a bfloat16 norm would be rounded to 8 significant bits.
     norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
     return torch.stack(norms).square().sum() if norms else None
 
@@ -236,7 +236,7 @@ def pick_device(choice: str) -> torch.device:
     if choice == "cpu" or (choice == "auto" and num_devices == 0):
         return torch.device("cpu")
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if local_size > num_devices:  # both are equal on all ranks of a host, so all raise
+    if local_size > num_devices:  # each is the same on all ranks of a host, so all raise
         raise ValueError(f"nproc ({local_size}) must be at most the number of GPUs ({num_devices})")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 

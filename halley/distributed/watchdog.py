@@ -38,7 +38,7 @@ EXIT_LOST_PEER = 75  # EX_TEMPFAIL of sysexits.h: the run may succeed when start
 
 _LEFT = 1 << 40  # a rank that leaves adds this to its heartbeat counter, which never grows so large
 _ASK_GPU_AFTER_S = 5.0  # time without a new operation until a rank asks if its GPU is busy
-_LOST = "lost "  # start of a verdict about lost ranks
+_LOST = "lost "  # start of a verdict that ranks, or the host of the store, are lost
 _FINISHED = "its training was over"
 _COLLECTIVES = "torch.distributed.distributed_c10d"  # with gloo, its functions wait for ranks
 _NUM_BEATS_ALIVE = 4  # heartbeats after an error that show that a rank is not lost
@@ -290,7 +290,7 @@ class Watchdog:
         self._verdict = verdict or None
 
     def _find_stuck(self) -> str:
-        """Return, on rank 0, a sentence that describes a deadlock of the ranks; else return ""."""
+        """Return a sentence that describes a deadlock or stall; "" if none, or not on rank 0."""
         live = [rank for rank in range(self._num_ranks) if rank not in self._exit_reasons]
         reports = {rank: p for rank in live if (p := self._reports[rank]) is not None}
         unchanged_s = min(self._num_unchanged[rank] for rank in live) * self._interval_s

@@ -181,7 +181,7 @@ class Workspace:
         return self.plan_sizes.note(size, up_LGD, part=part)
 
     def grow_tokens(self, num_tokens: int) -> None:
-        """Replace the symmetric buffers by ones for 1.25 times ``num_tokens`` tokens; a collective.
+        """Replace the symmetric buffers by ones for more than ``num_tokens`` tokens; a collective.
 
         If a rank has too little memory, all raise a ``MemoryError`` and keep the old buffers.
         """
@@ -236,7 +236,7 @@ class Workspace:
             self.heap.free(tensor)
 
 
-# The schema of a torch operator has no type for Python objects, so operators get an integer handle.
+# A torch operator's schema has no public type for objects, so operators get an integer handle.
 # The references are weak: the strategy owns the buffers.
 _BY_HANDLE: "weakref.WeakValueDictionary[int, Workspaces]" = weakref.WeakValueDictionary()
 _next_handle = itertools.count(1)

@@ -40,7 +40,7 @@ _STEPS = 64  # large row counts are rounded in steps of 1/128 to 1/64 of the cou
 class PlanSize:
     """Sizes of a dispatch plan that the host needs to allocate tensors."""
 
-    num_rows: int  # rows of this rank's experts, each expert padded to whole tiles
+    num_rows: int  # at least the rows of this rank's experts, each expert padded to whole tiles
     num_copies: int  # length of the fetch list, with its unused entries
     needed_tokens: int = 0  # the most tokens of a rank if the buffers are too small, else 0
 
@@ -94,7 +94,7 @@ def rows_with_margin(num_rows: int, *, multiple: int) -> int:
 
 
 def round_up_rows(num_rows: int, *, multiple: int) -> int:
-    """Round a row count up to a multiple of ``multiple``; if large, in steps up to 1/64 of it."""
+    """Round a row count up to a multiple of ``multiple``; large counts in steps up to 1/64 each."""
     num_tiles = -(-num_rows // multiple)
     step = 1 << max(0, (num_tiles // _STEPS).bit_length() - 1)
     return -(-num_tiles // step) * step * multiple

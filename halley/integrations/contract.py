@@ -32,7 +32,7 @@ from halley.strategies.registry import build_strategy, check_strategy
 # the local expert id of each row (R,), int64. Result: their expert outputs (R, D), not weighted.
 ExpertsFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-_TRACEABLE = ("fused", "unfused")  # kinds of strategies that torch.compile can trace
+_TRACEABLE = ("fused", "unfused")  # kinds of strategies that have ``forward_in_graph``
 _DESCRIPTION = "halley_description"  # name of the attribute of a module that ``describe`` reads
 
 
@@ -223,7 +223,7 @@ def _allows_unknown_sizes() -> bool:
 
 
 def find_problem(experts: Experts, strategy: AbstractStrategy, *, top_k: int) -> str:
-    """Return why a strategy cannot run these experts, or ""; the result is equal on all ranks."""
+    """Return why a strategy cannot run this rank's experts, or "" if it can."""
     return find_alignment_problem(experts) or strategy.find_problem(experts, top_k=top_k)
 
 

@@ -68,7 +68,7 @@ class HalleyMoELayer(_deepspeed.AutoEPMoELayer):
     Parameters, router and shared experts are AutoEP's. DeepSpeed runs layers that Halley cannot.
     """
 
-    runner: ExpertRunner  # shared by all layers of a subclass, in which ``enable`` sets it
+    runner: ExpertRunner  # shared by all layers of a subclass; ``_layer_class`` sets it
 
     def __init__(self, spec: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(spec, *args, **kwargs)

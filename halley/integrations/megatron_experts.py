@@ -222,7 +222,7 @@ def _split(
     gated: bool,
     singleton: bool,
 ) -> list[Any]:
-    """Return a stacked weight's checkpoint tensors: one per expert, or gate and up if ``gated``.
+    """Return a stacked weight's checkpoint tensors: one per expert, two (gate, up) if ``gated``.
 
     Megatron passes the key of the factory, in front of which it may have added a prefix.
     """

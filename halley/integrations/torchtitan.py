@@ -170,7 +170,7 @@ def _find_problem(cfg: Any) -> str:
         _titan.LocalTokenDispatcher.Config,
         _titan.AllToAllTokenDispatcher.Config,
     ):
-        # Other dispatchers may pad rows or drop tokens, which changes the values of the layer.
+        # Other dispatchers may drop tokens, which changes values, or pad rows for their experts.
         return (
             f"token dispatcher ({dispatcher.__qualname__}) must be that of "
             'moe_comm_backend="standard"'

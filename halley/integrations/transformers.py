@@ -166,10 +166,10 @@ def enable(
 
 
 def disable() -> None:
-    """Restore the registries of Transformers; models that are already loaded keep Halley.
+    """Restore the registries of Transformers; models with experts spread over ranks keep Halley.
 
-    Raises:
-        ValueError: Transformers is not installed, too old or too new.
+    Models loaded with ``experts_implementation="halley"`` no longer run: the name is removed.
+    ``ValueError`` if Transformers is not installed, too old or too new.
     """
     point = find_extension_point()
     point.experts.ExpertsInterface._global_mapping.pop(NAME, None)
@@ -318,6 +318,6 @@ def shard_experts(
 
 
 def overlap_shared_experts(model: nn.Module) -> list[str]:
-    """Do nothing, return []; deprecated: shared experts on a side stream had no speed-up."""
+    """Warn and return []; deprecated: shared experts on a side stream had no speed-up."""
     warn_deprecated("overlap_shared_experts", "no call in its place: it has no effect any more")
     return []

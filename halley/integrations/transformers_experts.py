@@ -20,7 +20,7 @@ from halley.integrations.contract import (
 from halley.strategies.traceable import find_one_rank_problem, run_on_one_rank
 
 
-# Transformers' decorator ``use_experts_implementation`` sets these attributes on each module.
+# Transformers' decorator ``use_experts_implementation`` sets these attributes on experts modules.
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 # Names of SiLU and GELU: the class in Transformers, the class in torch, the function in torch.
 _SILU, _GELU = ("SiLUActivation", "SiLU", "silu"), ("GELUActivation", "GELU", "gelu")

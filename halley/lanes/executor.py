@@ -136,7 +136,7 @@ class Executor:
     def _with_graphs(
         self, values: Sequence[dict[str, Any]], parameters: Sequence[Any]
     ) -> Iterable[_Action]:
-        """Return a step's actions; with ``captures``, items of static sizes run as CUDA graphs."""
+        """Return a step's actions; with ``captures``, CUDA graphs run those of ``can_capture``."""
         if not self._captures:
             return self._actions
         addresses = [each.data_ptr() for each in parameters if isinstance(each, nn.Parameter)]

@@ -21,7 +21,7 @@ from halley.lanes.cut import Item
 from halley.lanes.executor import Order, span_item
 
 
-_MAX_EXCESS = 2.0  # longest unit in a wait, as a multiple of the wait left (Lancet, section 4)
+_MAX_EXCESS = 2.0  # longest unit in a wait, in multiples of the remaining wait (Lancet, section 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ class _ListScheduler:
         return self.durations_us[unit[1]]
 
     def _choose_lane(self, lanes: list[int]) -> int:
-        """Return the lane to run: the least advanced with its rows, else the first to get them."""
+        """Return the least advanced lane (``lag`` added) that can run, else the first due."""
         ready = [lane for lane in lanes if self.due_us[lane] <= self.clock_us]
         if not ready:
             return min(lanes, key=self.due_us.__getitem__)

@@ -157,7 +157,7 @@ class _Program:
     """Compiled items of a step's graphs; runs them, and plans their order after measured steps."""
 
     def __init__(self, graphs: StepGraphs, compiler: SegmentCompiler, *, options: _Options) -> None:
-        self.plan: LanePlan | None = None  # None in measured steps and with a fallback
+        self.plan: LanePlan | None = None  # None until steps are measured, or with a fallback
         self._options = options
         forward, backward = (each.graph for each in graphs.modules)
         self._groups, differing = compare_graphs(forward, backward, timeout_s=options.timeout_s)

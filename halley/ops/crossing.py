@@ -1,4 +1,4 @@
-"""Find the tokens of a rank that must be sent to other nodes, for the strategy ``hierarchical``.
+"""Find the tokens of a rank that must be sent to other nodes, for ``strategies/hierarchical.py``.
 
 A token crosses once to each node that has any of its experts. Each (token, node) pair is a row.
 Rows are sent in chunks of consecutive tokens, so that one chunk travels while another is computed.

@@ -28,7 +28,7 @@ def sm_carveout(num_sms: int) -> Generator[None, None, None]:
         return
     previous = torch._C._get_sm_carveout_experimental()
     library = torch.backends.cuda.preferred_blas_library()
-    # Torch passes the carve-out to cuBLASLt only, not to the older cuBLAS: use cuBLASLt here.
+    # In dense GEMMs, torch passes the carve-out to cuBLASLt, but not to cuBLAS: use cuBLASLt here.
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch._C._set_sm_carveout_experimental(num_sms)
     try:

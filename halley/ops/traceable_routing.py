@@ -165,11 +165,11 @@ def _group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]
         from halley.ops.kernels import route
 
         return route.group_rows(counts, num_rows)
-    # A clone: for one rank, contiguous() returns the input, which an operator must not return.
+    # A clone: contiguous() can return a view of the input, which an operator must not return.
     by_expert = counts.t().clone(memory_format=torch.contiguous_format)
     ends_WL = counts.flatten().cumsum(0).view_as(counts)
     ends_LW = by_expert.flatten().cumsum(0).view_as(by_expert)
-    shift_WL = ends_LW.t() - ends_WL  # index by expert minus index as received, of a segment's rows
+    shift_WL = ends_LW.t() - ends_WL  # a row's index in order of expert minus that on arrival
     rows = torch.arange(num_rows, device=counts.device)
     order = rows - _of_segment(shift_WL.t(), ends_LW, rows)
     inverse = rows + _of_segment(shift_WL, ends_WL, rows)

@@ -93,7 +93,7 @@ class Wire:
     def add_returned(
         self, y_own_TD: torch.Tensor, returned: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Wait for all partial sums; return each token's sum in node order, rounded once.
+        """Wait for all partial sums; return each token's sum over the nodes, rounded once.
 
         ``y_own_TD`` are the partial sums of this rank's tokens by the experts of its own node, and
         ``returned`` the results of ``return_sums`` for all chunks.
@@ -135,7 +135,7 @@ class Wire:
         exchanges[chunk].launch(rows_RX[: self.recv_sizes[chunk]], backward=backward)
 
     def finish_to_tokens(self, exchanges: list[Exchange], *, backward: bool) -> torch.Tensor:
-        """Wait for all chunks; return the received rows and one row, zeros if ``row_TN`` is set."""
+        """Wait for all chunks; return received rows and a last row, zero if ``row_TN`` is set."""
         for exchange in exchanges:
             exchange.finish(backward=backward)
         return self._buffers.pop(exchanges[0])
@@ -172,7 +172,7 @@ def _pad_rows(num_rows: int) -> int:
 def _sum_nodes(
     rows_SX: torch.Tensor, wire: Wire, *, own_TX: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the sum of each token's rows from all nodes in order of node, rounded once.
+    """Return the sum of each token's rows from all nodes, rounded once.
 
     ``rows_SX`` are the rows of ``finish_to_tokens``, as ``Crossing`` sorts them, then one
     more. ``own_TX`` are rows that this node computed, if any.

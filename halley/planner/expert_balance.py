@@ -1,4 +1,4 @@
-"""Plan which experts each rank holds from counted loads: choose replicas, then pack them on ranks.
+"""From counted loads, plan which experts each rank holds: choose replicas, then pack them on ranks.
 
 Source: the global policy of DeepSeek's expert-parallelism load balancer (EPLB,
 github.com/deepseek-ai/EPLB, MIT). Each spare slot goes to the expert with the most load per
@@ -18,8 +18,8 @@ from halley.core.types import MAX_EXPERTS
 
 
 _MAX_CHANGES = 200  # most swaps and replacements of one packing
-_NUM_STARTS = 8  # ``_plan`` tries about this many numbers of hot replicas
-_GAIN = 1e-3  # a change must reduce the largest load by at least this share of the mean load
+_NUM_STARTS = 8  # ``_plan`` tries at most twice as many numbers of replicas of hot experts
+_GAIN = 1e-3  # least reduction of the most loaded rank's load, as a share of the mean load
 
 
 def plan_placement(counts_E: Sequence[float], *, num_ranks: int, spare: int) -> ExpertPlacement:
@@ -27,8 +27,8 @@ def plan_placement(counts_E: Sequence[float], *, num_ranks: int, spare: int) -> 
 
     The plan assumes that the replicas of an expert share its load equally
     (``core.placement.choose_replicas``). It is never worse than the plain placement, nor than the
-    plan with fewer spare slots. A replica needs memory, so it is only added if it reduces the
-    largest load by at least a thousandth of the mean load.
+    plan with fewer spare slots. Spare slots need memory, so each rank gets one more only if this
+    reduces the largest load by more than a thousandth of the mean load.
 
     Args:
         counts_E: load of each expert, at least 0 and not all 0.

@@ -43,8 +43,8 @@ def plan_graphs(
     """Return predicted times and memory of a run's forward graph, then of its backward graph.
 
     The model is traced with fake tensors in a fake process group, with a balanced load. With
-    passes, the predicted times are those of code that Inductor compiles. Without passes, they are
-    those of eager operators.
+    passes and a GPU as ``hardware``, the predicted times are those of code that Inductor compiles.
+    Otherwise, they are those of eager operators.
 
     Args:
         passes, memory_margin, hardware: as in ``halley.compiler.options``.

@@ -1,4 +1,4 @@
-"""Choose the strategy of each MoE layer so that the predicted training step is fastest.
+"""Choose the strategy of each MoE layer by a local search for the least predicted step time.
 
 A step with a combination of strategies is traced with the compiler passes of the run, and its time
 is predicted. All layers between the first and the last get the same strategy. So a short model with
@@ -50,7 +50,7 @@ class StepPlan:
     strategies: tuple[str, ...]  # the strategy of each MoE layer
     step_us: float  # predicted time of a step with these strategies
     uniform_us: dict[str, float]  # time of a step with one strategy for all layers, by its name
-    unpassed_us: dict[str, float]  # like ``uniform_us``, of strategies without passes
+    unpassed_us: dict[str, float]  # the same of strategies that run only without passes
     problems: dict[str, str]  # the reason why a strategy cannot run, by its name
 
 
@@ -181,7 +181,7 @@ class StepTimes:
 
     def _trace(self, strategies: tuple[str, ...], *, passed: bool) -> float:
         # Only functional and fused layers can be traced, so others are traced as functional ones.
-        # That is exact for sequential ones; for chunked ones a simulated difference is added.
+        # A sequential layer does nearly the same work. For a chunked one, ``_chunked_us`` is added.
         in_graphs = tuple(name if name in _IN_GRAPHS else "functional" for name in strategies)
         passes = self._config.passes if passed else "none"
         if (in_graphs, passes) not in self._known:

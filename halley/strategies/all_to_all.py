@@ -314,8 +314,8 @@ def _copy_order(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the received rows' order by expert, its inverse, each expert's end, on ``device``."""
     num_local, num_recv = plan.num_local, plan.num_recv
-    # The host computes the order while the rows are in flight. The memory is pinned, because a copy
-    # from pageable memory would wait for the all-to-all.
+    # On a GPU, rows are in flight while the host computes the order. The memory is pinned, because
+    # for a copy from pageable memory the host would wait for the all-to-all.
     host = torch.empty(
         num_local + 2 * num_recv, dtype=torch.int32, pin_memory=device.type == "cuda"
     )

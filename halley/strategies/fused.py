@@ -255,7 +255,7 @@ def fused_tasks(
     publish_us = predictor.memory_us(2.0 * shape.num_tokens * row_bytes)
     plan_us = predictor.memory_us(32.0 * rows, num_ops=2) + predictor.hardware.link_latency_us
     link_us = predictor.all_to_all_us(crossings * shape.hidden_size * shape.itemsize)
-    expand_us = predictor.memory_us(2.0 * rows * row_bytes)  # copies of each token, one per expert
+    expand_us = predictor.memory_us(2.0 * rows * row_bytes)  # one copy of a token per chosen expert
     sum_us = predictor.memory_us((rows + 2.0 * crossings + shape.num_tokens) * row_bytes)
     # Task 0 of the fused first GEMM has the rows of this rank, which do not cross the link.
     num_sources, num_own = (ranks, 1) if fused else (1, 0)

@@ -147,7 +147,7 @@ def build_strategy(
     if choice.kind == "auto":
         options |= {"num_chunks": num_chunks, "workspaces": workspaces}
         return _build_auto(group, options)
-    # Imported here: Triton is missing on some platforms, and its import takes seconds.
+    # Imported here: Triton is missing on some platforms, and its import takes about a second.
     from halley.fused.buffers import Workspaces
     from halley.strategies.fused import FusedStrategy
 

@@ -60,7 +60,7 @@ class TraceableStrategy(AbstractStrategy):
         check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
         if experts.up_bias_LG is not None or experts.down_bias_LD is not None:
             raise ValueError("expert_bias (true) must be false for the functional strategy")
-        capacity = {"capacity": routing.capacity if x_TD.shape[0] else 0}  # the size of messages
+        capacity = {"capacity": routing.capacity if x_TD.shape[0] else 0}  # sets message sizes
         self._lockstep.begin(x_TD, experts, **(capacity if self._fixed_sizes else {}))
         if self._fixed_sizes:
             return self._lockstep.end(self._run_fixed(x_TD, routing, experts))
@@ -158,8 +158,8 @@ def run_on_one_rank(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> t
     num_slots = idx_TK.numel()
     dropped_N1 = (torch.arange(num_slots, device=idx_TK.device) >= ends_E[-1])[:, None]
     rows_ND = gather_rows(x_TD, slots_N, num_slots, idx_TK.shape[1])
-    # The GEMMs do not write rows of dropped slots, in y in forward and in the gradient of x in
-    # backward. The masks set both to zero.
+    # The GEMMs do not write the rows of dropped slots, neither in ``y_ND`` nor, in backward, in the
+    # gradient of ``rows_ND``. The masks set these rows to zero.
     rows_ND = rows_ND.masked_fill(dropped_N1, 0.0)
     y_ND = apply_experts(rows_ND, experts, ends_L=ends_E.int(), gemm=expert_gemm)
     y_ND = y_ND.masked_fill(dropped_N1, 0.0)

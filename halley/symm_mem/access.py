@@ -31,7 +31,7 @@ class MemoryLocation:
     host: str
     boot_id: str  # of the host's kernel, as two hosts may have one name; "" if unknown
     device: str  # "cpu" or "cuda:<index>"
-    # st_dev of /dev/shm, which differs between containers; None on a GPU or without /dev/shm.
+    # st_dev of /dev/shm, equal only if ranks share /dev/shm; None on a GPU or without /dev/shm.
     shm_id: int | None = None
     uuid: str = ""  # uuid of the GPU
     reachable: tuple[str, ...] = ()  # uuids of the GPUs whose memory this GPU can address

@@ -46,7 +46,7 @@ class SymmTensor:
 
     local: torch.Tensor  # this rank's copy, contiguous, aligned to ``ALIGNMENT`` bytes
     # Address of each rank's copy, int64, on the device of ``local``. The addresses are valid on
-    # this rank only, as each rank maps the copies at other addresses.
+    # this rank only, as each rank may map the copies at other addresses.
     ptrs_W: torch.Tensor
 
 
@@ -234,7 +234,7 @@ class CudaHeap(AbstractSymmHeap):
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
-        """Create the heap of a group with a GPU per rank, or of one process (None). Collective.
+        """Create the heap of a group whose ranks have GPUs, or of one process (None). Collective.
 
         GPUs that cannot address each other's memory are a ``RuntimeError``.
         """

@@ -170,7 +170,7 @@ def bound_gemms(tensors: LayerTensors) -> dict[str, Callable[[], None]]:
 
 
 def _triton_gemms(counts_L: torch.Tensor, tensors: LayerTensors) -> Callable[[], None]:
-    """Return a function that runs both forward GEMMs by Halley's kernel, rows padded to tiles."""
+    """Return a function for both forward GEMMs by Halley's kernel, with rows padded per expert."""
     # Imported here so that commands without kernels also run where Triton is missing.
     from halley.ops.kernels.grouped_gemm import grouped_gemm
     from halley.ops.kernels.tiles import GemmTile
@@ -214,7 +214,7 @@ def measure_link(groups: ParallelGroups, *, device: torch.device) -> float:
 
 
 def wire_us(tensors: LayerTensors, *, link_bytes_per_s: float) -> float:
-    """Return the least us of a dispatch, by the most loaded rank's link. Call it on all ranks.
+    """Return a dispatch's least time in us, by the most loaded rank's link. Call it on all ranks.
 
     Combine needs the same time: it returns one row per (token, destination rank). A token is sent
     once to each destination rank, even if several of its experts are there. It is sent to every

@@ -25,7 +25,7 @@ _RANK_GAP = 0.45  # gap between two ranks, in heights of a lane
 _BAR_HEIGHT = 0.8  # height of a bar, in heights of a lane
 _INCHES_PER_DOT = 0.24
 
-# Okabe and Ito's palette for colour-blind readers: https://jfly.uni-koeln.de/color/
+# Grey, and Okabe and Ito's palette for colour-blind readers: https://jfly.uni-koeln.de/color/
 _BLUE, _ORANGE = "#0072B2", "#E69F00"
 _STRATEGY_COLOURS = (_BLUE, _ORANGE, "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
 # Matplotlib's arguments for bars, by kind of stream. The lanes of a rank are in this order.
@@ -306,7 +306,7 @@ def _label_bars(axes: "Axes", lanes: list[_Lane]) -> None:
         # "void at::native::add<float>(int)" becomes "add", "gloo:all_to_all" becomes "all_to_all".
         label = bar.name.removeprefix("void ").split("<")[0].split("(")[0].strip()
         label = label.split("::")[-1].removeprefix("gloo:")
-        if width < 6.0 * len(label):  # surely too long; to measure a text is slow
+        if width < 6.0 * len(label):  # likely too long; to measure a text is slow
             continue
         text = axes.text(start_ms + duration_ms / 2, y, label, fontsize=FONT_PT - 1.5)
         colour = "white" if _kind(bar.stream) == "compute" else INK

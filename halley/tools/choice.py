@@ -29,7 +29,7 @@ _RUNS = 4  # runs of each candidate by AutoStrategy: one that compiles, three th
 class LayerMemory:
     """Predicted bytes of a fused layer on one rank, without tokens, weights and shared buffers."""
 
-    saved: int  # activations that forward saves for backward
+    saved: int  # activations and dispatch plan, which forward saves for backward
     peak: int  # most bytes at one time of forward and backward, with the output and all gradients
 
 

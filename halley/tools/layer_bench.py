@@ -218,7 +218,7 @@ def _untimed_keys(run: Callable[[], object], recorder: Recorder, tensors: LayerT
 
 
 def _symm_mib(strategy: AbstractStrategy) -> float | None:
-    """Return the MiB of symmetric memory that a strategy has on this rank, or None without any."""
+    """Return the MiB of symmetric memory in a strategy's ``workspaces``, or None without any."""
     is_auto = isinstance(strategy, AutoStrategy)
     num_bytes = 0
     for candidate in strategy.candidates.values() if is_auto else [strategy]:

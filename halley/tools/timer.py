@@ -29,7 +29,7 @@ Progress = Callable[[str, int, int], None]  # text, steps done, steps in total
 Row = dict[str, object]  # the keys and values of a result line
 
 _NUM_GRAPH_WARMUPS = 3
-_CPU_FLUSH_BYTES = 64 * 2**20  # larger than the last-level cache of common CPUs
+_CPU_FLUSH_BYTES = 64 * 2**20  # larger than the last-level cache of most desktop CPUs
 _START_DELAY_NS = 500_000  # from the last rank's call of ``start_together`` to the common start
 _NUM_WAIT_SAMPLES = 3
 
@@ -116,10 +116,10 @@ def measure_waits(
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> float | None:
-    """Return the most us that ``run`` waits for communication on a rank, or None; a collective.
+    """Return the most time in us that a rank waits for communication in ``run``, or None.
 
     The result is the median of three calls of ``run``. It is None if the layers do not record their
-    waits. ``recorder`` is that of the layers; it is enabled only during this function.
+    waits. ``recorder`` is that of the layers; it is enabled only during this function. Collective.
     """
     samples: list[float | None] = []
     recorder.enabled = True

@@ -38,7 +38,7 @@ Space = dict[str, tuple[str, ...]]
 _TWO_PER_SM = "{0}.block_n=128 {0}.num_warps=4 {0}.num_stages=3 {0}.per_sm=2"
 # Two tiles per loop: a store overlaps the next tile. Its buffer takes the memory of one stage.
 _TWO_PER_LOOP = "{0}.run=2 {0}.num_stages=3"
-# Values to try, by group of settings. A value is one setting, or several that need each other.
+# Values to try, by group of settings. A value is one setting, or several to set together.
 SPACE: Space = {
     "fetch_elements": ("fetch_elements=1024", "fetch_elements=4096"),
     "chunk_columns": ("chunk_columns=256", "chunk_columns=1024 combine_rows=4"),
@@ -66,7 +66,7 @@ def tune_layer(
     num_samples: int = 7,
     on_progress: Progress = no_progress,
 ) -> TunedConfig:
-    """Return the kernel configuration with the fastest measured forward and backward. Collective.
+    """Return a fast kernel configuration, found by timing forward plus backward. Collective.
 
     ``space`` has the form of ``SPACE``; each setting is timed ``num_samples`` times. A
     ``RuntimeError`` means that the default kernel configuration gives wrong values.
@@ -168,7 +168,7 @@ def _compile(candidates: list[KernelConfig], base: KernelConfig, tensors: LayerT
 
 
 def _is_correct(config: KernelConfig, expected: list[torch.Tensor], tensors: LayerTensors) -> bool:
-    """Return whether a configuration compiles and gives correct values on all ranks; collective."""
+    """Return whether a configuration fits an SM and is correct on all ranks; a collective."""
     strategy, device = _strategy(config, tensors), tensors.x_TD.device
     tolerance = RELATIVE_TOLERANCE[tensors.x_TD.dtype]
     try:
@@ -202,5 +202,5 @@ def _time(
     for strategy in strategies.values():
         strategy.workspaces.close()
     if tensors.x_TD.is_cuda:
-        torch.cuda.empty_cache()  # for the next workspaces, whose memory is outside of torch's pool
+        torch.cuda.empty_cache()  # symmetric memory of several ranks is outside of torch's pool
     return {name: timing.median_us for name, timing in timings.items()}

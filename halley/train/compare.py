@@ -17,7 +17,7 @@ from halley.tools.tracing import gather_spans, time_by_part, trace_step
 from halley.train.step import TrainingRun, build_run, train_step
 
 
-_INTERPRETED = ("fused", "unfused", "auto")  # strategies whose kernels are interpreted on a CPU
+_INTERPRETED = ("fused", "unfused", "auto")  # a CPU interprets their kernels, if any
 _NUM_WARMUP = 3
 STEP, EXPOSED, OTHER = "step", "exposed communication", "other"
 

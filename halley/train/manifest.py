@@ -58,7 +58,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return a checkpoint's manifest; ``ValueError`` if missing, damaged or not of its step."""
+    """Return a checkpoint's manifest; ``ValueError`` if missing, damaged or of another step."""
     path = folder / MANIFEST_FILE
     if not os.path.lexists(path):
         raise ValueError(f"{MANIFEST_FILE} is missing")

@@ -23,9 +23,9 @@ class _Bucket:
     """A flat buffer of the gradients of some parameters, which one all-reduce sums over ranks."""
 
     group: dist.ProcessGroup | None  # ranks over which to sum; None for this rank alone
-    offsets: dict[str, int] = field(default_factory=dict)  # each parameter's first buffer element
+    offsets: dict[str, int] = field(default_factory=dict)  # index of a parameter's first element
     numel: int = 0
-    buffer: torch.Tensor | None = None  # float32; None before a step's first gradient
+    buffer: torch.Tensor | None = None  # float32; None before the bucket's first gradient of a step
     missing: set[str] = field(default_factory=set)  # parameters that backward has not reached yet
     sum: dist.Work | None = None  # the running all-reduce; None if none runs
 
@@ -58,7 +58,7 @@ class GradientBuckets:
                 open_buckets[is_expert] = bucket
             bucket.offsets[name] = bucket.numel
             bucket.numel += parameters[name].numel()
-            # Backward reaches this parameter after all earlier ones: move its bucket to the end.
+            # Backward visits parameters in this loop's order: move this one's bucket to the end.
             self._buckets = [each for each in self._buckets if each is not bucket] + [bucket]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.offsets}
         self._collected: set[str] = set()

@@ -1,4 +1,4 @@
-"""A lock on the output folder of a run, so that two runs never write to it at the same time.
+"""Lock the output folder of a run, so that two runs do not write to it at the same time.
 
 The lock is ``flock`` on ``run.lock``; the kernel releases it when the process ends in any way. The
 file names the owner, for the error message. Some shared file systems keep ``flock`` local to a
@@ -23,7 +23,7 @@ from halley.core.validation import parse_json
 
 LOCK_FILE = "run.lock"
 RENEW_S = 5.0
-_WATCH_S = 3 * RENEW_S  # if the file is not renewed for this time, another host's owner has ended
+_WATCH_S = 3 * RENEW_S  # no renewal of the file for this time: its owner on another host has ended
 _PATIENCE_S = 3.0  # time for a killed rank to release its lock
 _MAX_BYTES = 4096
 

@@ -30,7 +30,7 @@ from halley.train.optim import ModelOptimizer, learning_rate
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_COMPILE_TIMEOUT_S = 600.0  # longest wait of other ranks while rank 0 measures and plans
+_COMPILE_TIMEOUT_S = 600.0  # longest wait for ranks that still compile, measure or plan
 _IN_GRAPHS = ("functional", "unfused", "fused", PLANNED)  # strategies that can be compiled
 
 
@@ -246,7 +246,7 @@ def _compile_model(
     With profiles, passes plan by measured times, since the speed of the network is not known
     otherwise. On a CPU, operators run one by one: Inductor would take minutes.
     """
-    # Imported here, because the compiler imports Triton, which takes a second.
+    # Imported here, because the imports of Triton and of torch's compiler take seconds.
     from halley.compiler import compile_function
 
     options: dict[str, Any] = {

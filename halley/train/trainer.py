@@ -46,7 +46,7 @@ from halley.train.step import TrainingRun, build_run, train_step
 CONFIG_FILE = "config.json"
 COUNTS_FILE = "counts.json"
 CHECKPOINTS_FOLDER = "checkpoints"
-# Router fields that may change when a run resumes, since they are not part of the model.
+# Router fields that may change when a run resumes: they affect training, not the model's output.
 _STEERING = ("bias_update_rate", "balance_coefficient", "z_coefficient")
 
 
@@ -214,7 +214,7 @@ def _check_resumable(config: RunConfig, path: Path, *, warn: bool) -> Manifest:
 
 def _set_aside(output: Path) -> None:
     """Move an earlier run's files to a new folder, unless torchrun has restarted this process."""
-    # torchrun restarts failed ranks with --restart again: they continue from the checkpoint.
+    # torchrun restarts all ranks with --restart again: they continue from the newest checkpoint.
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return
     folder = find_free_name(output, "previous")

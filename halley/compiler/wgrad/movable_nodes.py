@@ -154,7 +154,7 @@ class _Windows:
         return [window for window in self.units[at].windows if window >= first]
 
     def place(self, at: int, window: int) -> float | None:
-        """Place a unit and its unplaced ``needs`` in a window; return their us, or None if too big.
+        """Place a unit and its unplaced ``needs`` in a window; return their us, None if not placed.
 
         If live bytes would be above the limit, nothing is placed.
         """

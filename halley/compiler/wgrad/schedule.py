@@ -55,7 +55,7 @@ from halley.cost.simulate import (
 )
 
 
-_MAX_TRIES = 8  # assignments to try, each with a lower memory limit (condition 13)
+_MAX_TRIES = 8  # most assignments; each after the first has a lower memory limit (condition 13)
 
 
 @final
@@ -202,7 +202,7 @@ def plan_wgrad(
     movable = find_movable(analysis, all_to_alls)
     units = find_units(analysis, movable, cost=cost, gemms_alone=gemms_alone)
     # While both run, an all-to-all takes ``comm`` times as long as alone, and computation
-    # ``compute`` times. Scale all-to-alls, because durations of units are those alone.
+    # ``compute`` times. The durations of units are not scaled, so scale all-to-alls by the ratio.
     scale = contention.comm / contention.compute
     times_us = [time_us * scale for time_us in _exposed_us(timed, units, all_to_alls)]
     # Inductor fuses a light node into the kernel that computes its operands, so run it early. A

@@ -127,7 +127,7 @@ def _second_gemm_run(
 
 @triton.jit
 def _count_tiles(pending, plan, LAYOUT: tl.constexpr):
-    """Wait until the stores of ``pending`` tiles are complete; add their number to ``chunk_done``.
+    """Wait until the stores of the pending tiles are complete; add their number to ``chunk_done``.
 
     ``pending`` is as in ``_second_gemm_run``; 0 for no tiles.
     """
@@ -171,7 +171,7 @@ def chunked_gemm_kernel(
     num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES) * usable
     total = num_tiles * num_runs
     tickets = plan + LAYOUT.tickets + SECOND_GEMM_TICKET
-    pending = 0  # tiles that are not counted yet, see _second_gemm_run
+    pending = 0  # counter and number of tiles not counted yet, see _second_gemm_run
     ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     while ticket < total:
         pending = _second_gemm_run(

@@ -144,7 +144,7 @@ def _alternate(task, num_own, num_tasks):
 
 @triton.jit
 def end_dispatch(plan, num_tiles, num_exits, LAYOUT: tl.constexpr):
-    """Count a CTA that ends; the last one of the fetch and the first GEMM zeroes their counters."""
+    """Count a CTA that ends; the last of both kernels (fetch, first GEMM) zeroes their counters."""
     STEP: tl.constexpr = 1024
     tickets = plan + LAYOUT.tickets
     if exits_last(tickets + DISPATCH_EXITS, num_exits):

@@ -143,7 +143,7 @@ def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _place_task(task, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
-    """Add one block of tokens, or the tiles of one expert, to the plan unless it is unusable."""
+    """Add one block of tokens, or the tiles of one expert, to the plan, if the plan is usable."""
     if tl.load(plan + LAYOUT.summary + IS_USABLE) != 0:
         if task < LAYOUT.num_ranks * LAYOUT.max_blocks:
             i = task // LAYOUT.max_blocks

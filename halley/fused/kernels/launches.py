@@ -35,7 +35,7 @@ _SM_REGISTERS = 65536  # CUDA programming guide, compute capability 9.0
 _WARP_THREADS = 32
 _UNFUSED_MOVE_CTAS = 2  # the least for each SM if the GEMM does not run at the same time
 _FETCH_REGISTERS = 72  # per thread; the GEMM of backward leaves no more free
-_COMBINE_REGISTERS = 160  # per thread; divided by the number of combining CTAs beside the GEMM
+_COMBINE_REGISTERS = 160  # per thread if one combining CTA runs beside the GEMM; with n, 1/n of it
 
 
 def shape_launches(

@@ -104,7 +104,7 @@ DISPATCH_EXITS = tl.constexpr(5)  # ended CTAs of the fetch and the first GEMM
 COMBINE_EXITS = tl.constexpr(6)  # ended CTAs of the second GEMM and the combine
 
 # Indices of words in the plan's section ``summary``.
-IS_USABLE = tl.constexpr(0)  # 0 after failure or with too many tokens or rows: plan skipped; else 1
+IS_USABLE = tl.constexpr(0)  # 1, or 0 (kernels skip the plan): failure, too many tokens or rows
 NUM_TILES = tl.constexpr(1)
 NUM_COPIES = tl.constexpr(2)  # length of the fetch list, with its unused entries
 NUM_OWN_COPIES = tl.constexpr(3)  # length of the fetch list's own-token part, with unused entries
@@ -144,7 +144,7 @@ class Layout:
     padded_k: int  # K rounded up to a power of two
     block_tokens: int  # tokens of one block
     max_blocks: int  # the most blocks of a rank's tokens
-    max_copies: int  # entries that the fetch list and the combine list can hold
+    max_copies: int  # entries that each list, fetch and combine, can hold
     max_tiles: int
     task_rows: int = TASK_ROWS
     max_chunks: int = MAX_CHUNKS

@@ -151,7 +151,7 @@ def send_weight_gradients(
 def count_sent(
     chunk, num_tasks, plan, routing, routing_ptrs_W, rank, epoch, LAYOUT: tl.constexpr
 ):  # fmt: skip
-    """Count a combine task of a chunk as sent; its last task sets ``sums_ready`` on every rank."""
+    """Count a chunk's combine task as sent; the last count sets ``sums_ready`` on every rank."""
     tl.debug_barrier()  # the sums of all threads are stored before one thread releases
     sent = plan + LAYOUT.chunk_sent + chunk
     if tl.atomic_add(sent, 1, sem="acq_rel", scope="sys") == num_tasks - 1:

@@ -169,11 +169,11 @@ class PreparedLaunch:
             raise RuntimeError(f"launch of {self._launch.name} failed with CUDA error {code}")
 
 
-_recording = threading.local()  # ``steps``: list to which this thread's launches are added
+_recording = threading.local()  # ``steps``: recorded launches and host calls, or None
 
 
 def set_recording(steps: list[Any] | None) -> None:
-    """Append this thread's next launches and ``note_call`` calls to ``steps``; None stops this."""
+    """Make ``note_step`` append this thread's next steps to the list ``steps``; None stops this."""
     _recording.steps = steps
 
 
@@ -241,12 +241,12 @@ def side_by_side(fused: bool) -> Generator[None, None, None]:
 
 @final
 class Launcher:
-    """Launches one kernel; bypasses Triton after a launch with equal constants, dtypes and options.
+    """Launches one kernel; bypasses Triton if an earlier launch had the same settings.
 
     Triton inspects every argument of every call to select a binary, which takes longer than a small
-    kernel runs. Here only constants and dtypes select it. Therefore kernels declare their ints as
-    ``do_not_specialize``, and all pointers are multiples of 16 bytes (``aligned``). The constants
-    of ``kernel``, a ``triton.jit`` function, come last.
+    kernel runs. Here the settings are device, number of CTAs, options, dtypes and constants. So
+    kernels declare their ints as ``do_not_specialize``, and all pointers are multiples of 16 bytes
+    (``aligned``). The constants of ``kernel``, a ``triton.jit`` function, come last.
     """
 
     def __init__(self, kernel: Any) -> None:

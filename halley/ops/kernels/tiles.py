@@ -18,7 +18,7 @@ from halley.ops.kernels.launch import Launcher
 
 @dataclass(frozen=True, kw_only=True)
 class GemmTile:
-    """Sizes of a GEMM tile except its number of rows, and settings of the loop that computes it.
+    """Sizes of a GEMM tile except its number of rows, and settings of the kernel that computes it.
 
     ``run`` is the number of adjacent tiles that a CTA computes in one loop, in which the loads of a
     tile start during the previous one. 0 is for weight gradients: see ``_choose_run``.
@@ -201,7 +201,7 @@ def weight_gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     RUN: tl.constexpr, HALVES: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Compute all experts' weight gradients; CTA p of n computes runs of tiles p, p + n, ...
+    """Compute all experts' weight gradients; CTA p of n computes tile runs p, p + n, ...
 
     A run is ``RUN`` adjacent output tiles in one loop: the loads of the next tile start during the
     current one. Else filling the pipeline would take as long as the few steps of a tile.
@@ -391,7 +391,7 @@ def _choose_run(tile: GemmTile, *, rows_per_expert: int, is_plain: bool) -> Gemm
     """
     if tile.run:
         return tile
-    # The limits are above powers of two, since rows include padding.
+    # The limits exceed 256, 512 and 1024, because ``rows_per_expert`` includes padding.
     run = next((n for n, limit in ((8, 400), (4, 800), (2, 1600)) if rows_per_expert <= limit), 1)
     if run == 1 or not is_plain:
         return replace(tile, run=1)
