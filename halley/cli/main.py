@@ -13,7 +13,7 @@ from typing import Annotated, cast
 
 import typer
 
-from halley.cli import balance, bench, doctor, plan, train, tune
+from halley.cli import balance, bench, doctor, plan, plan_layout, train, tune
 from halley.cli.checks import check_package
 from halley.cli.ranks import COMMAND, NprocOption, launch_ranks
 from halley.distributed.launcher import READER_GONE, USER_ERROR, tell_failure
@@ -132,6 +132,7 @@ plans = typer.Typer(
 )
 plans.command("balance")(balance.balance)
 plans.command("graph")(plan.graph)
+plans.command("layout")(plan_layout.layout)
 app.add_typer(plans, name="plan")
 app.command("trace")(train.trace)
 app.command("export")(train.export)
@@ -197,7 +198,7 @@ def _remove_debug(arguments: list[str]) -> tuple[list[str], bool]:
 def _check_arguments(arguments: list[str]) -> None:
     """Raise ``ValueError`` if an argument of a command is empty, has a NUL byte, or is not UTF-8.
 
-    The arguments of ``run`` are not checked, because a script may accept any of these.
+    ``--option=`` counts as empty. Arguments of ``run`` are not checked: a script may accept any.
     """
     if arguments[:1] == ["run"]:
         return
@@ -224,7 +225,7 @@ def _report(error: Exception, *, details: str) -> int:
 def _usage_text(error: Exception) -> str | None:
     """Return the message of a usage error of typer, or None for any other error."""
     # The class of usage errors is in click or in typer, depending on typer's version. So an error
-    # is recognised by its methods.
+    # is recognised by its method ``format_message``.
     text = getattr(error, "format_message", None)
     if not callable(text):
         return None
@@ -234,7 +235,7 @@ def _usage_text(error: Exception) -> str | None:
         near = difflib.get_close_matches(name, known, n=1, cutoff=_MIN_SIMILARITY)
         return f"No such option: {name}" + (f", did you mean {near[0]}" if near else "")
     options = getattr(getattr(error, "param", None), "opts", [])
-    details = getattr(error.__cause__, "errors", None)  # typer converts values with pydantic
+    details = getattr(error.__cause__, "errors", None)  # newer typer uses pydantic
     if options and callable(details):
         first = cast(list[dict[str, str]], details())[0]
         if kind := _KINDS.get(first["type"]):

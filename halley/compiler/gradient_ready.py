@@ -67,7 +67,7 @@ class GradientHooks:
         forward.output_node().args = ((*results[:num_outputs], *missing, *results[num_outputs:]),)
 
     def insert(self, backward: fx.Graph) -> None:
-        """Insert hooks' calls after their gradients; the graph returns None instead of these.
+        """Insert each hook's call after its gradient; the graph returns None for that gradient.
 
         The graph must be in its final order, and is changed in place.
         """

@@ -228,7 +228,7 @@ def _find_needs(nodes: list[fx.Node], collectives: list[Kind | None]) -> list[tu
     found: list[tuple[int, ...]] = []
     barrier: set[int] = set()  # the last node that wrote to an argument
     last_random: set[int] = set()
-    last_ordered: set[int] = set()  # the last collective whose kind must keep its order
+    last_ordered: set[int] = set()  # the last collective of those that keep one order
     for index, node in enumerate(nodes):
         if node.op == "placeholder":
             found.append(())

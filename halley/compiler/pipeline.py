@@ -186,7 +186,7 @@ def _find_order(
         max_bytes=(1.0 + margin) * peak,
         contention=cost.contention,
         inside=cost.inside,
-        gemms_alone=cost.boundaries is not None,
+        only_with_gemm=cost.boundaries is not None,
     )
     new, old = (graph_time(tasks, each, cost.contention) for each in (order, unchanged))
     is_faster = (new.makespan_us, new.exposed_us) < (old.makespan_us, old.exposed_us)

@@ -143,6 +143,8 @@ class LayerShape:
     ep_size: int
     itemsize: int = 2  # bytes per element of the activations
     activation: Activation = "swiglu"
+    num_groups: int = 1  # equal groups of consecutive experts; a token uses few of the groups
+    num_limited_groups: int = 1  # groups that a token may use
 
     def __post_init__(self) -> None:
         check_choice(self.activation, get_args(Activation), name="activation")

@@ -16,7 +16,7 @@ _MATMUL_SIZE = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Rates of one device and of the links between the devices of one host."""
+    """Rates and latencies of one device, of its host, and of its links to other devices."""
 
     name: str  # start of the device name that the driver reports; "cpu" for a CPU
     gemm_flops_per_s: float  # of a large bfloat16 matmul (float32 on a CPU)
@@ -36,6 +36,8 @@ class Hardware:
     # A sum over many rows runs as two kernels. This is the time of the second kernel, in which few
     # CTAs add the partial sums of the first.
     split_sum_us: float = 0.0
+    network_bytes_per_s: float = 0.0  # of an all-to-all between nodes; 0: that of the link
+    device_bytes: float = 0.0  # memory of the device; 0: unknown
     read_us: float = 0.0  # time in which the host reads a value from the device
 
 
@@ -60,11 +62,18 @@ H200 = Hardware(
     kernel_us=3.0,
     split_sum_us=15.0,
     read_us=20.0,
+    device_bytes=141e9,
 )
 # The H100 is the same chip as the H200, with slower memory.
-H100 = replace(H200, name="NVIDIA H100", memory_bytes_per_s=3.0e12, fused_bytes_per_s=2.4e12)
-# The A100 was not measured. Its rates are those of its data sheet, times the fraction of the data
-# sheet that an H200 reaches. Its latencies are those of the H200.
+H100 = replace(
+    H200,
+    name="NVIDIA H100",
+    memory_bytes_per_s=3.0e12,
+    fused_bytes_per_s=2.4e12,
+    device_bytes=80e9,
+)
+# The A100 was not measured. Its peak is that of its data sheet. Other rates are data-sheet rates
+# times about the fraction that an H200 reaches. Its latencies are those of the H200.
 A100 = replace(
     H200,
     name="NVIDIA A100",
@@ -73,6 +82,7 @@ A100 = replace(
     memory_bytes_per_s=1.7e12,
     fused_bytes_per_s=1.35e12,
     link_bytes_per_s=180e9,
+    device_bytes=80e9,
 )
 # Rates of a CPU core per rank, with gloo over loopback; only their order of magnitude matters. The
 # host is the device, so compiled graphs have no host times.
@@ -121,6 +131,11 @@ class Predictor:
     def all_to_all_us(self, num_bytes: float) -> float:
         """Predict the us of an all-to-all: each rank sends ``num_bytes`` in total to its peers."""
         return self.hardware.link_latency_us + num_bytes / self.hardware.link_bytes_per_s * 1e6
+
+    def network_us(self, num_bytes: float) -> float:
+        """Predict the us of an all-to-all between nodes; each rank sends ``num_bytes`` in total."""
+        rate = self.hardware.network_bytes_per_s or self.hardware.link_bytes_per_s
+        return self.hardware.link_latency_us + num_bytes / rate * 1e6
 
     def memory_us(self, num_bytes: float, *, num_ops: int = 1) -> float:
         """Predict the us of ``num_ops`` element-wise operations that move ``num_bytes`` in all."""
@@ -172,8 +187,8 @@ class Environment:
     """The device, versions and topology on which a measured time depends."""
 
     device: str  # name of the GPU, or the type of another device, such as "cpu"
-    # Versions of torch, and on GPUs of CUDA and NCCL. The value "" matches all versions, and all
-    # devices whose names start with ``device``.
+    # Versions of torch, on GPUs also of CUDA and NCCL, and for tuned kernels of Triton. The value
+    # "" matches all versions, and all devices whose names start with ``device``.
     versions: str
     topology: str = ""  # of the ranks, such as "ranks 8"; matters for collectives only
 

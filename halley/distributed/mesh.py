@@ -268,4 +268,4 @@ def join_world(device_choice: str, *, timeout_s: float = 600.0) -> Iterator[Worl
         device_id=device if device.type == "cuda" else None,
     )
     yield World(rank=rank, num_ranks=num_ranks, device=device, store=store)
-    dist.destroy_process_group()  # not in ``finally``: after an error, it waits for lost ranks
+    dist.destroy_process_group()  # not in ``finally``: it would wait for lost ranks

@@ -71,7 +71,7 @@ def _compiles_kernels() -> bool:
 
 
 def _opaque(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper of ``run`` that Dynamo does not trace into, also after a graph break.
+    """Return a wrapper of ``run`` that Dynamo never traces into, not even outside of its graphs.
 
     The wrapper does not import Dynamo itself, because that takes seconds and imports Triton. Before
     Triton's first import, ``halley.interpreter`` must have chosen how kernels run.

@@ -1,1 +1,1 @@
-"""Plans made before a run: strategies per layer (``step_plan.py``), and expert placements."""
+"""Plans made before a run: layers' strategies, expert placements, layouts on a cluster."""

@@ -86,7 +86,7 @@ def plan_strategies(
         strategies=strategies,
         step_us=times(strategies),
         uniform_us={name: times((name,) * num_layers) for name in names},
-        unpassed_us={name: times((name,) * num_layers, passed=False) for name in unpassed},
+        unpassed_us={name: times((name,) * num_layers, with_passes=False) for name in unpassed},
         problems=problems,
     )
 
@@ -169,21 +169,21 @@ class StepTimes:
         self._chunked_us = _chunked_us(config, num_ranks=num_ranks, hardware=hardware)
         self._known: dict[tuple[tuple[str, ...], str], float] = {}
 
-    def __call__(self, strategies: tuple[str, ...], *, passed: bool = True) -> float:
-        """Return a step's predicted microseconds, with the run's compiler passes if ``passed``."""
+    def __call__(self, strategies: tuple[str, ...], *, with_passes: bool = True) -> float:
+        """Return a step's predicted us, after the run's compiler passes if ``with_passes``."""
         num_further = len(strategies) - _MOST_ROLES - 1
         if num_further <= 0:
-            return self._trace(strategies, passed=passed)
+            return self._trace(strategies, with_passes=with_passes)
         first, inner, *_, last = strategies
-        two_inner_us = self._trace((first, inner, inner, last), passed=passed)
-        one_inner_us = self._trace((first, inner, last), passed=passed)
+        two_inner_us = self._trace((first, inner, inner, last), with_passes=with_passes)
+        one_inner_us = self._trace((first, inner, last), with_passes=with_passes)
         return two_inner_us + num_further * (two_inner_us - one_inner_us)
 
-    def _trace(self, strategies: tuple[str, ...], *, passed: bool) -> float:
+    def _trace(self, strategies: tuple[str, ...], *, with_passes: bool) -> float:
         # Only functional and fused layers can be traced, so others are traced as functional ones.
         # A sequential layer does nearly the same work. For a chunked one, ``_chunked_us`` is added.
         in_graphs = tuple(name if name in _IN_GRAPHS else "functional" for name in strategies)
-        passes = self._config.passes if passed else "none"
+        passes = self._config.passes if with_passes else "none"
         if (in_graphs, passes) not in self._known:
             model = self._config.model
             left_out = (model.num_moe_layers - len(strategies)) * model.moe_interval

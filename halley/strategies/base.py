@@ -23,9 +23,19 @@ PartRunner = Callable[[torch.Tensor, Routing], torch.Tensor]
 
 
 def share_of_tokens(shape: LayerShape, *, num_experts: int) -> float:
-    """Return the share of tokens that choose any of ``num_experts`` experts in uniform routing."""
-    elsewhere = comb(shape.num_experts - num_experts, shape.top_k)
-    return 1.0 - elsewhere / comb(shape.num_experts, shape.top_k)
+    """Return the share of tokens that choose any of ``num_experts`` consecutive experts.
+
+    Routing is uniform: over the groups, then over the experts of the groups that a token may use.
+    """
+    groups, limit = shape.num_groups, shape.num_limited_groups
+    size = shape.num_experts // groups
+    here = max(1, num_experts // size)  # groups that have some of the experts
+    elsewhere = 0
+    for used in range(min(here, limit) + 1):  # of the groups here
+        free = limit * size - used * min(size, num_experts)
+        ways = comb(here, used) * comb(groups - here, limit - used)
+        elsewhere += ways * comb(free, shape.top_k)
+    return 1.0 - elsewhere / (comb(groups, limit) * comb(limit * size, shape.top_k))
 
 
 class AbstractStrategy(abc.ABC):
@@ -66,7 +76,7 @@ class AbstractStrategy(abc.ABC):
 
     @property
     def gemm(self) -> str:
-        """Name of the GEMM implementation; bits are compared between strategies of equal names."""
+        """Name of GEMMs and sum order; strategies with the same name must give the same bits."""
         return "torch"
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:

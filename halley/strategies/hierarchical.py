@@ -94,7 +94,10 @@ class HierarchicalStrategy(AbstractStrategy):
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
         if self.nodes.num_nodes == 1:
             return self.inner.tasks(shape, predictor)
-        return list_tasks(shape, predictor, self.nodes, self.inner, self.pipeline)
+        return list_tasks(
+            shape, predictor, num_nodes=self.nodes.num_nodes, inner=self.inner.tasks,
+            pipeline=self.pipeline,
+        )  # fmt: skip
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         nodes, recorder = self.nodes, self.recorder
@@ -135,7 +138,7 @@ class HierarchicalStrategy(AbstractStrategy):
     def _pad_tokens(
         self, x_TD: torch.Tensor, routing: Routing, tables: NodeTables
     ) -> tuple[torch.Tensor, Routing, Crossing]:
-        """Pad to a fixed number of tokens; return tokens, routing and the rows that cross nodes."""
+        """Pad to the first call's most tokens (a collective); return them, routing and crossing."""
         idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
         num_tokens = len(x_TD)
         kind = (x_TD.shape[1], x_TD.dtype, idx_TK.shape[1], tables.num_experts)

@@ -4,12 +4,15 @@ The strategy ``hierarchical`` divides the tokens into parts. Each part is one ca
 strategy, which works inside one node.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from halley.core.types import LayerShape, Task
 from halley.cost.hardware import Predictor
-from halley.distributed.nodes import Nodes
-from halley.strategies.base import AbstractStrategy, comm_task, compute_task, share_of_tokens
+from halley.strategies.base import comm_task, compute_task, share_of_tokens
+
+
+ListTasks = Callable[[LayerShape, Predictor], list[Task]]
 
 
 @dataclass(frozen=True)
@@ -51,27 +54,30 @@ PIPELINES = (
 def list_tasks(
     shape: LayerShape,
     predictor: Predictor,
-    nodes: Nodes,
-    inner: AbstractStrategy,
+    *,
+    num_nodes: int,
+    inner: ListTasks,
     pipeline: Pipeline,
 ) -> list[Task]:
-    """Return the simulator tasks of a layer across nodes with balanced routing."""
-    per_node = shape.num_experts // nodes.num_nodes
-    crossings = shape.num_tokens * (nodes.num_nodes - 1)
+    """Return the simulator tasks of a layer across nodes with balanced routing.
+
+    ``inner`` returns the tasks of the experts of one node, for a shape of that node.
+    """
+    per_node = shape.num_experts // num_nodes
+    crossings = shape.num_tokens * (num_nodes - 1)
     crossings *= share_of_tokens(shape, num_experts=per_node)
     row_bytes = shape.hidden_size * shape.itemsize
     num_chunks = pipeline.num_chunks
-    crossing_us = predictor.all_to_all_us(crossings * row_bytes / num_chunks)
+    crossing_us = predictor.network_us(crossings * row_bytes / num_chunks)
     add_us = predictor.memory_us((2.0 * crossings + 3.0 * shape.num_tokens) * row_bytes, num_ops=2)
     route_us = predictor.memory_us(16.0 * shape.num_tokens * shape.top_k, num_ops=16)
     route_us += predictor.hardware.link_latency_us + predictor.hardware.read_us
     # With N nodes, 1 / N of the rows of a rank's experts are from tokens of the rank's own node.
-    received = (1.0 - 1.0 / nodes.num_nodes) / num_chunks
+    received = (1.0 - 1.0 / num_nodes) / num_chunks
     shares = [
-        part.own / nodes.num_nodes + (0.0 if part.chunk is None else received)
-        for part in pipeline.parts
+        part.own / num_nodes + (0.0 if part.chunk is None else received) for part in pipeline.parts
     ]
-    parts = [_list_part(shape, share, predictor, nodes, inner) for share in shares]
+    parts = [_list_part(shape, share, predictor, num_nodes, inner) for share in shares]
     listed = [compute_task("route", route_us, needs=())]
     for backward in (False, True):
         listed += _list_pass(
@@ -82,7 +88,9 @@ def list_tasks(
             after=listed[-1].name,
             suffix=".backward" if backward else "",
         )
-    weights = _list_part(shape, 1.0, predictor, nodes, inner)[2]  # weight gradients of all parts
+    weights = _list_part(shape, 1.0, predictor, num_nodes, inner)[
+        2
+    ]  # weight gradients of all parts
     weights_us = sum(task.duration_us for task in weights)
     # Weight gradients precede the last task, which waits for token gradients from other nodes.
     listed.insert(len(listed) - 1, compute_task("weights", weights_us, needs=()))
@@ -90,18 +98,18 @@ def list_tasks(
 
 
 def _list_part(
-    shape: LayerShape, share: float, predictor: Predictor, nodes: Nodes, inner: AbstractStrategy
+    shape: LayerShape, share: float, predictor: Predictor, num_nodes: int, inner: ListTasks
 ) -> tuple[list[Task], list[Task], list[Task]]:
     """Return ``inner``'s forward, backward, weight-gradient tasks for a ``share`` of the rows."""
-    per_node = shape.num_experts // nodes.num_nodes
-    top_k = max(1, min(shape.top_k // nodes.num_nodes, per_node))
-    tasks = inner.tasks(
+    per_node = shape.num_experts // num_nodes
+    top_k = max(1, min(shape.top_k // num_nodes, per_node))
+    tasks = inner(
         replace(
             shape,
             num_tokens=max(1, round(shape.num_tokens * shape.top_k * share / top_k)),
             num_experts=per_node,
             top_k=top_k,
-            ep_size=nodes.ranks_per_node,
+            ep_size=shape.ep_size // num_nodes,
         ),
         predictor,
     )

@@ -68,7 +68,7 @@ def find_problem(locations_W: list[MemoryLocation]) -> str:
             if here.may_share and there.may_share:
                 continue
             return f"{both} share one GPU, {here.device} and {there.device}"
-        if here.device == there.device:  # torch's symmetric memory identifies GPUs by index
+        if here.device == there.device:  # torch's symmetric memory would confuse them
             return (
                 f"{both} both call their GPU {here.device}: let every rank see all GPUs "
                 "(CUDA_VISIBLE_DEVICES)"

@@ -118,7 +118,7 @@ class ExpertShards(torch.Tensor):
 METADATA_FILE = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
 
-# Names of the classes and functions that pickles of DCP's metadata contain, by module.
+# Allowed when DCP's metadata is unpickled: names of classes and functions, by module.
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {
         "ChunkStorageMetadata",

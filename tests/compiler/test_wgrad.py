@@ -154,18 +154,18 @@ def test_sums_stay_with_their_operands_where_a_compiler_fuses_them() -> None:
     dw, bias = b.mm(x, grad, name="dw"), b.call(aten.sum.dim_IntList, grad, [0], name="bias")
     analysis = b.done(b.mm(wait, w, name="last"), dw, bias)
 
-    def order(*, gemms_alone: bool) -> list[str]:
+    def order(*, only_with_gemm: bool) -> list[str]:
         found = plan_wgrad(
             analysis,
             cost=lambda node: 100.0 if node is start else 10.0,
             sizes=Sizes(1),
             max_bytes=1e9,
-            gemms_alone=gemms_alone,
+            only_with_gemm=only_with_gemm,
         )
         return names(analysis, found)[3:]
 
-    assert order(gemms_alone=False) == ["dx", "a2a", "dw", "bias", "wait_a2a", "last", "output"]
-    assert order(gemms_alone=True) == ["bias", "dx", "a2a", "dw", "wait_a2a", "last", "output"]
+    assert order(only_with_gemm=False) == ["dx", "a2a", "dw", "bias", "wait_a2a", "last", "output"]
+    assert order(only_with_gemm=True) == ["bias", "dx", "a2a", "dw", "wait_a2a", "last", "output"]
 
 
 def test_node_without_operands_runs_late_where_a_compiler_fuses_it() -> None:
@@ -179,7 +179,7 @@ def test_node_without_operands_runs_late_where_a_compiler_fuses_it() -> None:
     sizes = Sizes(1)
     peak = LiveBytes(analysis, sizes).peak(range(len(analysis.nodes)))
     order = plan_wgrad(
-        analysis, cost=lambda node: 10.0, sizes=sizes, max_bytes=peak, gemms_alone=True
+        analysis, cost=lambda node: 10.0, sizes=sizes, max_bytes=peak, only_with_gemm=True
     )
     assert hidden_gemms(analysis, order) == {"a2a": ("dw",)}
     assert names(analysis, order).index("zeros") > names(analysis, order).index("a2a")

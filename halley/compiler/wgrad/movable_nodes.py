@@ -65,11 +65,11 @@ def find_units(
     movable: dict[int, frozenset[int]],
     *,
     cost: NodeCost,
-    gemms_alone: bool = False,
+    only_with_gemm: bool = False,
 ) -> list[Unit]:
     """Group the nodes of ``find_movable`` into units that move together, and time them by ``cost``.
 
-    The units follow condition 5. With ``gemms_alone``, return none without a GEMM: Inductor fuses
+    The units follow condition 5. With ``only_with_gemm``, return none without one: Inductor fuses
     sums for gradients of biases and norms into the kernels that compute the operands of the sums.
     """
     units: list[Unit] = []
@@ -87,7 +87,9 @@ def find_units(
         units[own].needs |= sources - {own}
         if starts_unit:
             _absorb_operands(units, own, unit_of=unit_of, readers=readers)
-    kept = [at for at, unit in enumerate(units) if unit.nodes and (unit.is_gemm or not gemms_alone)]
+    kept = [
+        at for at, unit in enumerate(units) if unit.nodes and (unit.is_gemm or not only_with_gemm)
+    ]
     renumbered = {old: new for new, old in enumerate(kept)}
     for at in kept:
         unit = units[at]

@@ -182,7 +182,7 @@ def plan_wgrad(
     max_bytes: float,
     contention: Contention = NO_CONTENTION,
     inside: Collection[fx.Node] = frozenset(),
-    gemms_alone: bool = False,
+    only_with_gemm: bool = False,
 ) -> list[int]:
     """Return a node order with weight-gradient GEMMs under all-to-alls, or the graph's own order.
 
@@ -192,7 +192,7 @@ def plan_wgrad(
     Args:
         cost: microseconds of a node.
         inside: nodes whose results stay inside of a kernel, for ``LiveBytes``.
-        gemms_alone: move no units without a GEMM, for ``find_units``.
+        only_with_gemm: move no units without a GEMM, for ``find_units``.
     """
     all_to_alls = analysis.find_collectives("all_to_all")
     identity = list(range(len(analysis.nodes)))
@@ -200,7 +200,7 @@ def plan_wgrad(
         return identity
     timed = operations(analysis, cost)
     movable = find_movable(analysis, all_to_alls)
-    units = find_units(analysis, movable, cost=cost, gemms_alone=gemms_alone)
+    units = find_units(analysis, movable, cost=cost, only_with_gemm=only_with_gemm)
     # While both run, an all-to-all takes ``comm`` times as long as alone, and computation
     # ``compute`` times. The durations of units are not scaled, so scale all-to-alls by the ratio.
     scale = contention.comm / contention.compute
@@ -209,7 +209,7 @@ def plan_wgrad(
     # node without operands, such as the zeros of a gradient, would only occupy memory early.
     in_units = {index for unit in units for index in unit.nodes}
     light = [index for index in movable if index not in in_units and analysis.needs[index]]
-    early = sorted(light) if gemms_alone else []
+    early = sorted(light) if only_with_gemm else []
     live = LiveBytes(analysis, sizes, inside=inside)
     limit = max_bytes
     for _ in range(_MAX_TRIES):

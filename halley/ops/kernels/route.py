@@ -14,7 +14,7 @@ import triton.language as tl
 from halley.ops.kernels.launch import Launcher, aligned
 
 
-# Numbers of slots, of (rank, expert) row counts and of rows in one step of a CTA.
+# Sizes of one step of a CTA's loop: in slots, in (rank, expert) row counts, and in rows.
 _SLOTS = 4096
 _SEGMENTS = 256
 _ROWS = 1024
