@@ -64,12 +64,8 @@ def compile(
     that can be traced: "functional", "unfused" or "fused".
 
     Args:
-        function: a module or a function of tensors.
         fullgraph: raise an error where a graph would break, as for ``torch.compile``.
         options: options of the pass, see ``halley.compiler.options.Options``.
-
-    Returns:
-        A function with the arguments and results of ``function``, compiled at its first call.
 
     Raises:
         ValueError: an option is unknown or has a value that is not allowed.

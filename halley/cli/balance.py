@@ -68,7 +68,6 @@ def _compare_loads(
     num_ranks: int,
     model: ModelConfig | None,
 ) -> tuple[Table, dict[str, object]]:
-    """Return a table of the ranks' loads without and with placements, and a summary for JSON."""
     num_experts = len(counts_ME[0])
     before_MW: list[list[float]] = []  # stays empty unless the ranks W divide the experts E
     if num_experts % num_ranks == 0:

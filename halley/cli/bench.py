@@ -205,7 +205,6 @@ def split_strategy_names(text: str) -> list[str]:
 def _case_name(
     cases: list[LayerCase], strategies: list[str], tp_sizes: list[int], max_load: float
 ) -> str:
-    """Return the "case" of result lines: "layer", with suffixes like "-tp" for options in use."""
     kinds = {name.partition(":")[0] for name in strategies}
     differs = {
         "nodes": bool(kinds & {"deduplicated", "hierarchical"}),

@@ -186,7 +186,6 @@ def machine_table(machine: Machine) -> Table:
 
 
 def _table(title: str, sections: dict[str, list[tuple[str, str]]]) -> Table:
-    """Return a table with named sections; each row of a section has two cells of rich's markup."""
     columns = [Column(name, overflow="fold") for name in ("", "what", "state")]
     table = Table(*columns, title=title)
     for section, rows in sections.items():

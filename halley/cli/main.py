@@ -19,6 +19,7 @@ from halley.cli.ranks import COMMAND, NprocOption, launch_ranks
 from halley.distributed.launcher import READER_GONE, USER_ERROR, tell_failure
 from halley.distributed.mesh import is_launched
 from halley.strategies.registry import STRATEGIES, check_strategy
+from halley.tools.timer import installed_version
 
 
 INTERRUPTED = 130  # the shell's convention: 128 plus the number of SIGINT
@@ -124,6 +125,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # markdown joins the lines of a paragraph
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"halley {installed_version('halley-moe')}")
+        raise typer.Exit
+
+
+@app.callback(no_args_is_help=True)
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Accept the options of ``halley`` itself."""
+
+
 app.command("train")(train.run)
 app.add_typer(bench.app, name="bench")
 plans = typer.Typer(
@@ -223,7 +244,6 @@ def _report(error: Exception, *, details: str) -> int:
 
 
 def _usage_text(error: Exception) -> str | None:
-    """Return the message of a usage error of typer, or None for any other error."""
     # The class of usage errors is in click or in typer, depending on typer's version. So an error
     # is recognised by its method ``format_message``.
     text = getattr(error, "format_message", None)
@@ -258,5 +278,4 @@ def _discard_output() -> None:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """Print a warning to standard error as one line, without the place in the code."""
     sys.stderr.write(f"halley: warning: {' '.join(str(message).split())}\n")

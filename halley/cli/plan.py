@@ -160,7 +160,6 @@ def _plan(
 
 
 def _check(config: RunConfig, *, ranks: int, measure: int, device: str, link: float) -> None:
-    """Raise ``ValueError`` if ranks, groups or ``measure`` are wrong, or options exclude it."""
     if ranks < 2:
         raise ValueError(f"ranks ({ranks}) must be at least 2: one rank has no all-to-alls")
     check_range(ranks, 2, MAX_PLANNED_RANKS, option="ranks")
@@ -212,7 +211,6 @@ def _show(
     measured_us: float = 0.0,
     measured: Sequence[Span] = (),
 ) -> None:
-    """Print reports and plan as tables and JSON; draw timelines to ``timeline`` if not None."""
     console = Console(stderr=True)
     found: dict[str, object] = {}
     for direction, report in zip(("forward", "backward"), reports, strict=False):
@@ -254,8 +252,6 @@ def _show(
 
 
 def _graph_table(direction: str, report: "OrderReport") -> Table:
-    """Return a table of a graph's all-to-alls, each with the GEMMs that run during it."""
-
     def place(name: str) -> str:
         module = report.modules.get(name, "")
         return f"{name} of {module}" if module else name

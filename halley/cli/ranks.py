@@ -45,8 +45,7 @@ def launch_ranks(nproc: int, *, device: str) -> None:
 def count_ranks(nproc: int, *, device: str) -> int:
     """Return the number of ranks of this command: WORLD_SIZE under a launcher, else ``nproc``.
 
-    ``nproc`` 0 means one rank per GPU, or 2 without GPUs. The device is "auto", "cpu" or "cuda". A
-    device that does not exist, or fewer GPUs than ranks, are a ``ValueError``.
+    A device that does not exist, or fewer GPUs than ranks, are a ``ValueError``.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device (cuda) must be one that torch finds: it finds no GPU")

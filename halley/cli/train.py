@@ -228,7 +228,6 @@ def trace(
 
 
 def _step_table(profiles: Mapping[str, Mapping[str, float | None]]) -> Table:
-    """Return a table with the time of each part of a training step in ms, a column per strategy."""
     table = Table(title="A training step by part: mean of ranks, median of steps, ms")
     table.add_column("part")
     for name in profiles:

@@ -110,7 +110,6 @@ class Backend:
         *,
         hooks: GradientHooks,
     ) -> Compiled:
-        """Return a function that runs a Dynamo graph, changed by ``pipeline.py``, op by op."""
         partitioner = StepPartitioner(
             split=min_cut_rematerialization_partition,
             hooks=hooks,
@@ -179,8 +178,7 @@ def compile_function(
 ) -> Callable[..., Any]:
     """Return a function that runs ``function`` compiled by ``torch.compile`` with ``Backend``.
 
-    Raises:
-        ValueError: an option is unknown or has a value that is not allowed.
+    Raises a ``ValueError`` if an option is unknown or has a value that is not allowed.
     """
     parse_options(options)
     compiled: Any = torch.compile(  # pyright: ignore[reportUnknownMemberType]
@@ -198,7 +196,6 @@ def compile_function(
 
 
 def _communicates(graph: fx.Graph) -> bool:
-    """Return whether a graph of Dynamo calls a function with "c10d" in its name: a collective."""
     names = (f"{node.target}" for node in graph.nodes if node.op == "call_function")
     return any("c10d" in name for name in names)
 

@@ -49,7 +49,7 @@ class Consensus:
         """Compare the ranks' graphs; return the ranks whose ``structure`` differs from rank 0's.
 
         All ranks get the same result, or raise a ``RuntimeError`` if the collectives of a rank
-        differ or a rank is missing. ``signature`` is that of this rank's graph.
+        differ or a rank is missing.
         """
         text = json.dumps([signature.collectives, signature.structure])
         self.store.set(self._key(f"graph/{self.rank}"), text)
@@ -59,11 +59,6 @@ class Consensus:
         return tuple(others)
 
     def _judge(self) -> tuple[str, list[int]]:
-        """On rank 0, return an error text or "", and the ranks whose ``structure`` is not rank 0's.
-
-        The error: a rank is missing, or has other collectives. Without an error, the ranks with
-        another ``structure`` have the same collectives as rank 0.
-        """
         keys = [self._key(f"graph/{rank}") for rank in range(self.num_ranks)]
         if missing := self._find_missing(keys, self.timeout_s):
             return (
@@ -107,7 +102,6 @@ class Consensus:
         return [int(self.store.get(key)) for key in keys]
 
     def _find_missing(self, keys: list[str], timeout_s: float) -> list[int]:
-        """Wait up to ``timeout_s`` for ``keys``, one per rank; return the ranks without a key."""
         try:
             self.store.wait(keys, timedelta(seconds=timeout_s))
             return []
@@ -143,12 +137,9 @@ def open_consensus(group_name: str, *, timeout_s: float) -> Consensus:
 def compare_graphs(*graphs: fx.Graph, timeout_s: float) -> tuple[list[Consensus], tuple[int, ...]]:
     """Compare graphs across ranks; return each group's ``Consensus``, and the differing ranks.
 
-    Returns:
-        One ``Consensus`` for each process group, the largest first. Then the ranks, as numbered in
-        their group, whose computation is not that of its rank 0, so that no plan fits all ranks.
-
-    Raises:
-        RuntimeError: the ranks' collectives differ, or a rank is missing; on all ranks.
+    The largest group comes first. The computation of a differing rank, as numbered in its group, is
+    not that of rank 0 of the group, so no plan fits all ranks. Raises a ``RuntimeError`` on all
+    ranks if the ranks' collectives differ or a rank is missing.
     """
     groups = [open_consensus(name, timeout_s=timeout_s) for name in graph_groups(*graphs)]
     groups.sort(key=lambda consensus: -consensus.num_ranks)
@@ -179,7 +170,6 @@ def share_in_groups(groups: Sequence[Consensus], what: str, make: Callable[[], _
 
 
 def _difference(collectives: Sequence[list[str]]) -> str:
-    """Return an error text on ranks whose collectives differ from rank 0's; "" if none differ."""
     first = collectives[0]
     others = [rank for rank, lines in enumerate(collectives) if lines != first]
     if not others:

@@ -44,8 +44,7 @@ _MIN_SPLIT_ROWS = 1024  # Inductor splits a sum over at least this many rows int
 class Boundary:
     """Inputs that a node of an Inductor kernel loads, and whether the node's result is stored."""
 
-    # Inputs that the kernel loads from memory for this node. An input that several nodes of the
-    # kernel share is listed at the first of them only.
+    # An input that several nodes of the kernel share is listed at the first of them only.
     reads: frozenset[fx.Node]
     writes: bool  # whether a node outside of the kernel reads the result
 
@@ -148,8 +147,7 @@ def fused_us(
     """Predict the microseconds of a node that Inductor fuses, or a concat, from the bytes it moves.
 
     A node that writes to memory takes at least the time of the shortest kernel. Other nodes of its
-    kernel add the time of their loads only. A node without an entry in ``boundaries`` is a kernel
-    alone.
+    kernel add the time of their loads only. A node that ``boundaries`` lacks is a kernel alone.
     """
     if is_concat(node):
         # Inductor's kernels write fused inputs into the concat's output; other inputs are copied.

@@ -46,7 +46,6 @@ class GradientHooks:
         inputs = forward.find_nodes(op="placeholder")
         gradients = _results(backward)
         # With effect tokens or tensor subclasses, the numbers of gradients and inputs may differ.
-        # The graph then calls no hook.
         if len(gradients) != len(inputs):
             return
         with_gradient = [at for at in self._positions if gradients[at] is not None]
@@ -54,8 +53,7 @@ class GradientHooks:
         first = next(iter(results[num_outputs:]), None)
         if not with_gradient or first is None:
             return
-        # Saved tensors come before saved sizes, so the first saved value is a tensor if any is. If
-        # none is, the graph calls no hook.
+        # Saved tensors come before saved sizes, so the first saved value is a tensor if any is.
         if not isinstance(first.meta.get("val"), torch.Tensor):
             return
         known = {node.name: node for node in backward.find_nodes(op="placeholder")}

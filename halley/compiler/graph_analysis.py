@@ -58,8 +58,7 @@ def without_values() -> FakeTensorMode:
 class Sizes:
     """Gives shapes and numbers of bytes of results; assumes a value for sizes that depend on data.
 
-    The value ``unknown`` is assumed for a size that depends on data, the same on all ranks, and for
-    a sum of such sizes.
+    The value ``unknown`` is also assumed for a sum of such sizes. It is the same on all ranks.
     """
 
     def __init__(self, unknown: int) -> None:
@@ -73,8 +72,7 @@ class Sizes:
     def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """Return a tensor's shape: of data-dependent sizes, the first is ``unknown``, others are 1.
 
-        The first one, a number of rows, becomes ``unknown``. A second one, in results of fused
-        layers, counts the few tiles of a row.
+        The first is a number of rows. A second, in results of fused layers, counts tiles of a row.
         """
         shape = cast(Sequence[int | torch.SymInt], tensor.shape)
         unknown = [at for at, size in enumerate(shape) if _known_size(size) is None]
@@ -135,12 +133,10 @@ class GraphAnalysis:
     ancestors of a node with any other set, also in graphs of thousands of nodes.
 
     Attributes:
-        nodes: in the order of the graph.
-        kinds: of each node.
+        nodes, kinds: all nodes in the order of the graph, and the kind of each.
         collectives: kind of the collective that each node starts, or None.
         needs: for each node the indices of the nodes that it directly depends on, ascending.
-        ancestors: for each node the mask of all nodes that must come before it.
-        descendants: for each node the mask of all nodes that must come after it.
+        ancestors, descendants: for each node the mask of all that must come before it, or after it.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -177,8 +173,7 @@ class GraphAnalysis:
     def check_order(self, order: Sequence[int]) -> None:
         """Raise a ``RuntimeError`` unless the graph may run in an order of node indices.
 
-        The order must have each node once and after its ancestors, the inputs first and in their
-        own order, and the output last.
+        Each node must come once, after its ancestors, inputs first in their order, the output last.
         """
         if sorted(order) != list(range(len(self.nodes))):
             raise RuntimeError("an order must have each node of its graph once")

@@ -137,8 +137,6 @@ def signature(*graphs: fx.Graph) -> Signature:
         digest.update(f"{node.op} {_target(node)} {inputs}\n".encode())
         if kind := collective_kind(node):
             group = groups.get(group_of(node) or "")
-            # Except for reductions, leave out the first size: in an all-to-all or a fused layer, it
-            # is a number of rows, which may differ between ranks.
             first = 0 if kind == "reduce" else 1
             sources = " ".join(_operand(each, first=first) for each in node.all_input_nodes)
             lines.append(f"{_target(node)} {sources} group {group}")

@@ -42,8 +42,6 @@ class LiveBytes:
                 held.append({buffer for buffer in read if analysis.kinds[buffer] is NodeKind.START})
             elif kind is NodeKind.START:
                 held.append({index} | read)
-            # Views, and results inside of a kernel, have no buffer. Their readers keep alive the
-            # buffers from which such a result is made.
             elif kind is NodeKind.VIEW or node in inside:
                 held.append(read)
                 continue
@@ -55,7 +53,6 @@ class LiveBytes:
                 self.num_bytes[index] = sizes.num_bytes(result_of(node))
 
     def peak(self, order: Sequence[int]) -> int:
-        """Return the largest number of live bytes while nodes run in an order of node indices."""
         return max(self.alive(order), default=0)
 
     def alive(self, order: Sequence[int]) -> list[int]:
@@ -84,10 +81,9 @@ Halves = tuple[fx.GraphModule, fx.GraphModule]
 class StepPartitioner(CustomPartitionerFn):
     """Splits a joint graph into forward and backward; predicts the higher of their memory peaks.
 
-    The peak ``num_bytes`` is the larger one of forward and backward. It is mostly at the beginning
-    of backward, when all saved activations are alive. A pass may raise the peak of forward up to it
-    without need for more memory. It is 0 before the call, and where no joint graph exists because
-    nothing needs a gradient.
+    The peak ``num_bytes`` is mostly at the beginning of backward, when all saved activations are
+    alive. A pass may raise the peak of forward up to it without need for more memory. It is 0
+    before the call, and where no joint graph exists because nothing needs a gradient.
     """
 
     split: Callable[..., Halves]  # partitioner of aot_autograd that does the split
@@ -100,7 +96,6 @@ class StepPartitioner(CustomPartitionerFn):
         """Return None, so that Inductor caches no graph that this partitioner has split."""
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Halves:
-        """Split a joint graph into forward and backward, add hook parameters, set ``num_bytes``."""
         forward, backward = halves = self.split(gm, joint_inputs, **kwargs)
         num_outputs = kwargs["num_fwd_outputs"]
         self.hooks.save_parameters(forward.graph, backward.graph, num_outputs=num_outputs)

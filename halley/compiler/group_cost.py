@@ -45,11 +45,8 @@ def measure_groups(
     """Measure all-to-all times and contention that rank 0's table lacks; add them on all ranks.
 
     All ranks of the groups must call this together. The first group is the largest, and contention
-    is measured in it. All-to-alls have up to the bytes of the graph's collectives.
-
-    Args:
-        table: of this rank, gets the results. That of rank 0 has a file.
-        keys: result of ``curve_keys``.
+    is measured in it. All-to-alls have up to the bytes of the graph's collectives. ``keys`` is the
+    result of ``curve_keys``.
     """
     largest = consensus_groups[0]
 
@@ -93,7 +90,6 @@ def curve_keys(consensus_groups: Sequence[Consensus]) -> dict[str, str]:
 
 
 def _measure_contention(consensus: Consensus, device: torch.device) -> Contention:
-    """Measure contention of a group's all-to-all with a dense GEMM; on a GPU, a grouped one too."""
     on_gpu = device.type == "cuda"
     shape = (_GPU_SIDE, _GPU_INNER, _GPU_BYTES) if on_gpu else (_CPU_SIDE, _CPU_INNER, _CPU_BYTES)
     side, inner, num_bytes = shape

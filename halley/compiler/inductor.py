@@ -76,8 +76,7 @@ def _inline(node: fx.Node, run: Any) -> None:
             user.replace_all_uses_with(results[cast(int, user.args[1])])
             node.graph.erase_node(user)
     node.graph.erase_node(node)
-    # Erase nodes of unused results: Inductor's overlap scheduler in torch 2.11 fails on nodes
-    # without users.
+    # Erase unused results: Inductor's overlap scheduler in torch 2.11 fails on nodes without users.
     for each in reversed(copies):
         if each not in inputs and not copies[each].users:
             copies[each].graph.erase_node(copies[each])
@@ -115,7 +114,6 @@ def compile_by_inductor(
     )
 
     def change(graph: fx.Graph) -> None:
-        """Make changes 2 to 7 of ``pipeline.py``, if they apply, to a forward or backward graph."""
         backward = is_backward(graph)
         report = run_passes(graph, options, step_peak=partitioner.num_bytes)
         decompose(graph)  # change 4 of pipeline.py
@@ -139,8 +137,7 @@ def compile_by_inductor(
 def _compile_below_autograd(*args: Any, **kwargs: Any) -> OutputCode:
     """Compile a graph by Inductor so that its operators skip the autograd dispatch key.
 
-    Autograd records nothing inside a compiled graph. For collectives and Halley's operators that
-    key runs Python code, which takes the host as long as a kernel.
+    For collectives and Halley's operators, the key runs Python code that takes as long as a kernel.
     """
     compiled = compile_fx_inner(*args, **kwargs)
     if isinstance(compiled, CompiledFxGraph) and (run := compiled.current_callable):

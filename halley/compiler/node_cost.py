@@ -59,8 +59,7 @@ class ProfiledCost:
             cross kernel boundaries, and are never measured. None prices each operator alone.
         curve_keys: key of the all-to-all curve of each group in the table, by group name. The curve
             of the largest group serves groups without a curve.
-        predicted: keys of operations that were predicted although a table could have them. Nodes
-            that Inductor fuses are not among them.
+        predicted: keys of operations that were predicted although a table could have them.
     """
 
     predictor: Predictor = field(kw_only=False)
@@ -73,7 +72,6 @@ class ProfiledCost:
     measuring_s: float = 0.0  # seconds spent on measurements so far
 
     def __call__(self, node: fx.Node) -> float:
-        """Return the time of a node's computation, collective or host read, in microseconds."""
         if (group := group_of(node)) is not None:
             curve, sent = self._find_curve(group), exchanged_bytes(node, self.sizes)
             return self.predictor.all_to_all_us(sent) if curve is None else curve.at(sent)
@@ -96,12 +94,10 @@ class ProfiledCost:
 
     @property
     def contention(self) -> Contention:
-        """Contention of computation and communication in the table, else ``NO_CONTENTION``."""
         return (self.table and self.table.contention) or NO_CONTENTION
 
     @property
     def inside(self) -> frozenset[fx.Node]:
-        """Nodes whose results stay in registers of a fused kernel and take no memory."""
         return frozenset() if self.boundaries is None else inside_kernels(self.boundaries)
 
     def host_us(self, node: fx.Node) -> float:
@@ -308,7 +304,6 @@ def _fused_layer_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
 
 
 def _named_arguments(node: fx.Node) -> dict[str, Any]:
-    """Return a node's positional arguments by their names in the schema of its operator."""
     operator = find_operator(node)
     assert operator is not None
     arguments = operator._schema.arguments  # pyright: ignore[reportPrivateUsage]

@@ -17,10 +17,8 @@ class Options:
     """The options of ``torch.compile(model, backend="halley", options={...})``.
 
     Attributes:
-        passes: "wgrad" schedules weight-gradient GEMMs under all-to-alls, "none" keeps the order of
-            all nodes.
-        inner: compiler of the graphs after the passes: "inductor", or "eager", which runs their
-            operators one by one.
+        passes: "wgrad" schedules weight-gradient GEMMs under all-to-alls, "none" moves no node.
+        inner: compiler after the passes: "inductor", or "eager", which runs operators one by one.
         memory_margin: share by which the passes may raise the peak memory of the step.
         profiles: file of measured times; "" predicts all times. With ``hardware`` and without
             ``measure``, the times of that device are used, of any versions.
@@ -56,7 +54,6 @@ class Options:
 def parse_options(values: dict[str, object] | None) -> Options:
     """Return ``Options`` with the values of a dict; options that it lacks get their defaults.
 
-    Raises:
-        ValueError: a name is unknown, or a value is not allowed.
+    Raises a ``ValueError`` if a name is unknown or a value is not allowed.
     """
     return build(Options, values or {})

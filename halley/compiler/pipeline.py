@@ -100,8 +100,7 @@ def run_passes(graph: fx.Graph, options: Options, *, step_peak: int = 0) -> Orde
 def reorder(graph: fx.Graph, analysis: GraphAnalysis, order: Sequence[int]) -> None:
     """Reorder the nodes of a graph in place, after a check that the new order is legal.
 
-    Raises:
-        RuntimeError: the order is not legal; the graph is not changed.
+    Raises a ``RuntimeError``, without a change of the graph, if the order is not legal.
     """
     analysis.check_order(order)
     nodes = [analysis.nodes[index] for index in order]
@@ -148,8 +147,7 @@ def _open_consensus(
 ) -> list[Consensus] | None:
     """Compare graphs across ranks; return each group's ``Consensus``, or None to keep the graph.
 
-    None, after a warning, means that the graph must stay as it is; None also if it has no
-    collective, and then no rank is asked. Without ``agree``, return an empty list.
+    No rank is asked if the graph has no collective. Without ``agree``, the list is empty.
     """
     if unknown := unknown_collectives(graph.nodes):
         warnings.warn(
@@ -176,7 +174,6 @@ def _open_consensus(
 def _find_order(
     analysis: GraphAnalysis, cost: ProfiledCost, sizes: Sizes, *, margin: float, step_peak: int
 ) -> list[int]:
-    """Return ``plan_wgrad``'s order if its predicted times are lower, else the graph's order."""
     unchanged, tasks = list(range(len(analysis.nodes))), operations(analysis, cost)
     peak = max(LiveBytes(analysis, sizes, inside=cost.inside).peak(unchanged), step_peak)
     order = plan_wgrad(
@@ -196,7 +193,6 @@ def _find_order(
 def _build_cost(
     graph: fx.Graph, options: Options, groups: Sequence[Consensus], *, sizes: Sizes
 ) -> ProfiledCost:
-    """Return a graph's cost model: times from profiles, measured (``measure``) or predicted."""
     device = device_of(graph)
     own = predictor_of(device if device.type == "cuda" else "cpu")
     predictor = Predictor(options.hardware) if options.hardware else own
@@ -207,7 +203,6 @@ def _build_cost(
     num_ranks = groups[0].num_ranks if groups else 1
     environment = find_environment(device, topology=f"ranks {num_ranks}")
     if options.hardware is not None and not options.measure:
-        # Use times measured on ``options.hardware`` with software of any version.
         topology = f"ranks {max(group_sizes(graph), default=1)}"
         environment = Environment(device=options.hardware.name, versions="", topology=topology)
     table = ProfileTable(None, environment)

@@ -57,7 +57,6 @@ class RouterConfig:
             ``num_limited_groups`` of ``num_groups`` groups.
         scaling_factor: sigmoid only; multiplies the weights.
         bias_update_rate: sigmoid only; change of the selection bias after each training step.
-        balance_coefficient, z_coefficient: of the load-balancing loss and of the z loss.
     """
 
     kind: Literal["softmax", "sigmoid", "switch", "top2"] = "softmax"
@@ -120,7 +119,6 @@ class ModelConfig:
     """The sizes and variants of a decoder-only MoE transformer.
 
     Attributes:
-        name: the named model that the sizes come from.
         moe_interval: after ``num_dense_layers`` dense layers, every ``moe_interval``-th layer is an
             MoE layer; with 1, all are.
         qk_norm: RMSNorm of queries and keys: per "head" (Qwen3), over all heads ("full", OLMoE)
@@ -275,8 +273,7 @@ class RunConfig:
             host need not read counts from the device. 0 allows any load.
         ep_size: ranks over which the experts are distributed; 0 for all ranks.
         expert_tp_size: ranks that share each expert by its intermediate size (tensor parallelism).
-        placement: file of ``halley plan balance`` with the experts of each rank; "" for contiguous
-            ranges of experts.
+        placement: file of ``halley plan balance``; "" for contiguous ranges of experts.
         device: "auto" is CUDA if there is a CUDA device.
     """
 

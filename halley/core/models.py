@@ -115,10 +115,8 @@ def load_config(path: Path | None, *, overrides: list[str]) -> RunConfig:
 
     ``model`` is a table with ``name``, one of ``NAMED_MODELS`` ("tiny" if it is left out), and any
     fields to change. A string is short for a table with that name. ``overrides`` are texts such as
-    ``"train.num_steps=100"``; a value that is not TOML is a string.
-
-    A file that is missing or not TOML, an unknown key (the message suggests a similar one), and a
-    value that has the wrong type or breaks a rule are a ``ValueError``.
+    ``"train.num_steps=100"``; a value that is not TOML is a string. A file that is missing or not
+    TOML, an unknown key, and a value that has the wrong type or breaks a rule are a ``ValueError``.
     """
     table: Table = {} if path is None else _read_toml(path)
     for text in overrides:
@@ -171,7 +169,6 @@ def _apply_override(table: Table, text: str) -> None:
 
 
 def _parse_value(text: str) -> object:
-    """Return the TOML value of a text, or the text if it is not one value or has over 200 dots."""
     if text.count(".") > _MAX_DOTS:
         return text
     try:

@@ -188,9 +188,8 @@ def choose_replicas(
     """Return the id of the replica to which each slot is sent, or ``DROPPED``, ``(T, K)`` int64.
 
     Tokens use the replicas of an expert round-robin by token index, from a start that depends on
-    ``rank``. The indices of an expert's tokens are arbitrary, so they divide only about equally.
-    ``choices_EC`` and ``num_choices_E`` are the results of ``replica_choices`` for this rank. The
-    host reads nothing from the device.
+    ``rank``. ``choices_EC`` and ``num_choices_E`` are the results of ``replica_choices`` for this
+    rank. The host reads nothing from the device.
     """
     start_T1 = torch.arange(rank, rank + topk_idx_TK.shape[0], device=topk_idx_TK.device)[:, None]
     # DROPPED is -1, so as an index it selects the last row, whose only choice is DROPPED.
@@ -243,7 +242,6 @@ def load_placements(
 
 
 def _build(cls: type[Record], value: object, *, where: str, command: str) -> Record:
-    """Check the version in the parsed JSON of ``halley <command>``, and build ``cls`` from it."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be a table with a version")
     version = cast(Table, value).get("version")

@@ -32,10 +32,8 @@ def moe_reference(
 ) -> torch.Tensor:
     """Return, for each token, the weighted sum of the outputs of its experts among ``experts``.
 
-    It runs one expert at a time and sums in float32, in order of expert. Autograd gives the
-    gradients of ``x_TD``, of the routing weights and of the experts' weights.
-
-    The result is ``(T, D)``, in float64 for float64 tokens, else in float32.
+    The sum is in order of expert. The result is ``(T, D)``, in float64 for float64 tokens, else in
+    float32, and differentiable in ``x_TD``, the routing weights and the experts' weights.
 
     Args:
         x_TD: tokens. Each expert rounds them to the dtype of its weights. So the gradients of

@@ -19,10 +19,7 @@ _BYTE = 256  # number of values of a one-byte key
 
 
 def count_tokens_per_expert(topk_idx_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return the number of slots (token choices) of each expert, ``(E,)`` int64, except dropped.
-
-    Example: with idx [[0, 2], [2, -1]] and 4 experts the counts are [1, 0, 2, 0].
-    """
+    """Return the number of slots (token choices) of each expert, ``(E,)`` int64, except dropped."""
     idx_N = topk_idx_TK.flatten()
     counts_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=idx_N.device)
     # DROPPED (-1) counts at E. Not index_add_: Inductor makes it a serial sum, 0.5 ms on a GPU.
@@ -44,9 +41,8 @@ def chunk_sizes(num_local_experts: int, num_chunks: int) -> list[int]:
 def sort_keys(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return sorted expert ids and the slots in that order: by expert, then token, dropped last.
 
-    Returns:
-        The sorted keys, ``(N,)``: expert ids, and a larger value for dropped slots. Then the slots
-        in that order, ``(N,)`` int64. Example: idx [[0, 2], [2, 1]] gives the slots 0, 3, 1, 2.
+    Both are ``(N,)``, the slots int64. The key of a dropped slot is larger than all expert ids.
+    Example: idx [[0, 2], [2, 1]] gives the slots 0, 3, 1, 2.
     """
     if num_experts > MAX_EXPERTS:
         raise ValueError(
@@ -69,9 +65,8 @@ def order_by_chunk(
 ) -> torch.Tensor:
     """Return the slots of ``sort_keys`` in order of chunk, then destination rank, then expert.
 
-    Chunks are ranges of ``chunk_sizes`` local experts. Dropped slots stay last. ``starts_E1`` are
-    the ``expert_starts`` of the slots, on the host. Example: with 4 experts, 2 ranks and 2 chunks,
-    experts 0 and 2 are the first chunk.
+    ``starts_E1`` are the ``expert_starts`` of the slots, on the host. Dropped slots stay last.
+    Example: with 4 experts, 2 ranks and 2 chunks, experts 0 and 2 are the first chunk.
     """
     num_local = local_experts(len(starts_E1) - 1, ep_size=ep_size)
     starts = starts_E1.tolist()
@@ -123,12 +118,9 @@ def order_by_expert(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the order of received rows by expert, its inverse, and the end of each expert's rows.
 
-    If ``out``, ``(L + 2 * R,)`` int32, is given, the results are views of it, ends first.
-
-    Returns:
-        orders: ``(2, R)`` int32. Row 0 gives the arrival index of each row in order of expert.
-            Row 1, the inverse, gives the index in order of expert of each arriving row.
-        ends_L: the end of each expert's rows in order of expert, ``(L,)`` int32.
+    The results are ``orders``, ``(2, R)`` int32, and ``ends_L``, ``(L,)`` int32. Row 0 of orders
+    gives the arrival index of each row in order of expert; row 1 is the inverse. If ``out``,
+    ``(L + 2 * R,)`` int32, is given, the results are views of it, ends first.
 
     Example: 2 sources, 2 experts, counts [[1, 2], [1, 0]]: rows arrive as s0e0 s0e1 s0e1 s1e0.
     Order of expert reads rows 0, 3, 1, 2, and the experts end at 2 and 4.
@@ -174,10 +166,7 @@ class ShardedDim:
 
 
 def sharded_dims(*, parts: int) -> tuple[ShardedDim, ShardedDim]:
-    """Return the sharded dimensions of the experts' weights ``up_LGD`` and ``down_LDF``.
-
-    ``parts`` is 2 if the first weight is gate and up, else 1.
-    """
+    """Return the sharded dimensions of the experts' weights ``up_LGD`` and ``down_LDF``."""
     return ShardedDim(dim=-2, parts=parts), ShardedDim(dim=-1, parts=1)
 
 

@@ -1,8 +1,4 @@
-"""Record spans (named time intervals of a rank), measure how they overlap, write Chrome traces.
-
-The simulator, the profiler and ``Recorder`` all produce spans. ``CURRENT_OPERATION`` is the
-operation that this process runs, for messages about ranks that wait.
-"""
+"""Record spans (named time intervals of a rank), measure how they overlap, write Chrome traces."""
 
 import gzip
 import json
@@ -50,8 +46,7 @@ class Span:
 class CurrentOperation:
     """The operation that this process began last, which its watchdog reports to other ranks.
 
-    ``num_operations`` is the number of operations that have begun. Ranks that run the same program
-    have the same number at the same point.
+    Ranks that run the same program have the same ``num_operations`` at the same point.
     """
 
     name: str = ""  # of the operation that began last
@@ -79,11 +74,7 @@ class CurrentOperation:
         return _Wait(self, name, inside or nullcontext())
 
     def poll(self) -> None:
-        """Count this process as waiting for another rank during the next second.
-
-        The interpreter calls this when a kernel reads the clock, which kernels do only while they
-        wait for a flag that another rank has not yet set.
-        """
+        """Count this process as waiting for another rank during the next second."""
         self.polled_s = time.monotonic()
 
 
@@ -117,10 +108,8 @@ class Recorder:
 
     The host reads the events only in ``collect``, so marking a span never makes it wait. A profiler
     shows the same spans as ``halley::<name>``. Any thread may mark spans, also the thread that runs
-    backward.
-
-    If ``enabled`` is false, spans are shown to the profiler but not recorded. It may be changed
-    between steps.
+    backward. If ``enabled`` is false, spans are shown to the profiler but not recorded. It may be
+    changed between steps.
     """
 
     def __init__(self, device: torch.device | str, *, rank: int = 0, enabled: bool = True) -> None:
@@ -277,8 +266,7 @@ def innermost(spans: Iterable[Span]) -> list[Span]:
 def to_chrome_trace(spans: Iterable[Span]) -> dict[str, object]:
     """Return spans as a Chrome trace with one process per rank and one or more rows per stream.
 
-    A viewer shows the events of a row as nested calls. Spans of a stream that overlap without
-    nesting therefore get further rows, "comm (2)" and so on.
+    Spans that overlap without nesting get further rows: a viewer shows a row as nested calls.
     """
     by_lane: dict[tuple[int, str], list[Span]] = defaultdict(list)
     for span in spans:

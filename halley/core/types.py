@@ -67,7 +67,6 @@ class Experts:
     Attributes:
         up_LGD: weights of the first GEMM, ``(L, 2F, D)`` for swiglu, ``(L, F, D)`` for gelu.
         down_LDF: weights of the second GEMM, ``(L, D, F)``.
-        up_bias_LG, down_bias_LD: biases of the two GEMMs, or None.
         activation: "swiglu" is ``silu(gate) * up``; "gelu" is the exact (erf) form.
     """
 
@@ -109,9 +108,8 @@ class DispatchPlan:
     """How many rows this rank sends to and receives from each rank, for a range of local experts.
 
     The range is the same on every rank. A rank sends its rows sorted by expert, which is also the
-    order of destination ranks. Rows arrive sorted by source rank, then by expert. A grouped GEMM
-    needs the rows of each expert to be contiguous: ``routing.order_by_expert`` gives that order.
-    Dispatch, combine and backward use the same plan.
+    order of destination ranks. Rows arrive sorted by source rank, then by expert. For a grouped
+    GEMM, ``routing.order_by_expert`` sorts them. Dispatch, combine and backward use the same plan.
 
     ``starts_WL1``, int64, has for each source rank the index of each expert's first row among all
     rows that the source sends, then the end of the last expert's rows.
@@ -203,8 +201,7 @@ def check_routing(routing: Routing, *, num_tokens: int, num_experts: int) -> Non
 def local_experts(num_experts: int, *, ep_size: int, tp_size: int = 1) -> int:
     """Return L: how many experts, or tensor-parallel shards of them, each of ``ep_size`` ranks has.
 
-    With a ``tp_size`` above 1, each expert is shared by that many ranks. Raises a ``ValueError`` if
-    the experts do not divide evenly over the ranks.
+    Raises a ``ValueError`` if the experts do not divide evenly over the ranks.
     """
     if ep_size < 1:
         raise ValueError(f"ep_size ({ep_size}) must be at least 1")

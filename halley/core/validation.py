@@ -1,8 +1,7 @@
 """Check values from outside: arguments, fields of dataclasses, tables, and JSON files.
 
-The configuration classes call ``check_fields`` when they are created. ``build`` creates them, and
-the records of Halley's JSON files, from a parsed TOML or JSON table. Files are read with limits on
-size and nesting. Errors are ValueErrors of one line, and name the purpose and path of a file.
+Files are read with limits on size and nesting. Errors are ValueErrors of one line, and name the
+purpose and path of a file.
 """
 
 import dataclasses
@@ -57,9 +56,7 @@ def check_choice(value: object, choices: typing.Iterable[object], *, name: str) 
 def check_fields(record: object, *, prefix: str = "") -> None:
     """Raise a ``ValueError`` unless each field of a dataclass instance has its annotated type.
 
-    An int is accepted for a float, a bool is not accepted for a number. A field of another type, a
-    value that is not in its ``Literal``, and a float that is not finite are a ``ValueError``.
-
+    An int is accepted for a float. A bool for a number and a float that is not finite are errors.
     ``prefix``, such as "train.", precedes the field names in messages.
     """
     for name, kind in _hints(type(record)).items():
@@ -99,9 +96,7 @@ def build(cls: type[Record], table: object, *, prefix: str = "") -> Record:
 
     Lists become tuples, ints floats, and tables dataclasses, where the annotations say so. An
     unknown or missing key, a value of a wrong type, and a value that the class refuses are a
-    ``ValueError``.
-
-    ``prefix``, such as "model.moe.", precedes the field names in messages.
+    ``ValueError``. ``prefix``, such as "model.moe.", precedes the field names in messages.
     """
     if not isinstance(table, dict):
         name = prefix.removesuffix(".") or "value"
@@ -131,10 +126,7 @@ def build_record(cls: type[Record], table: object, *, where: str) -> Record:
 def unknown_name(
     name: str, known: typing.Iterable[str], *, prefix: str = "", what: str = "key"
 ) -> str:
-    """Return the error message for an unknown name: all known names, and a similar one if any.
-
-    ``prefix``, such as "train.", precedes all names in the message.
-    """
+    """Return the error message for an unknown name: all known names, and a similar one if any."""
     known = list(known)
     is_short = len(name) <= _MAX_SHOWN  # difflib takes quadratic time
     near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR) if is_short else []
@@ -144,7 +136,6 @@ def unknown_name(
 
 
 def _convert(value: typing.Any, kind: typing.Any, *, name: str) -> object:
-    """Convert a parsed TOML or JSON value to the type of a dataclass field, or raise ValueError."""
     if dataclasses.is_dataclass(kind):
         return build(cast(type[object], kind), value, prefix=f"{name}.")
     if typing.get_origin(kind) is tuple:
@@ -177,7 +168,6 @@ def _is_finite(value: float) -> bool:
 
 @cache
 def _hints(cls: type[object]) -> dict[str, object]:
-    """Return the annotation of each field of a dataclass, by field name."""
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cast(typing.Any, cls))
     return {field.name: hints[field.name] for field in fields}
@@ -302,7 +292,6 @@ def _finite_float(text: str) -> float:
 
 
 def _is_deeper(value: object, *, max_depth: int) -> bool:
-    """Return whether lists and objects are nested deeper than ``max_depth``."""
     if isinstance(value, dict):
         value = list(cast(dict[str, object], value).values())
     if not isinstance(value, list):

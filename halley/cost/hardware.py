@@ -155,10 +155,7 @@ def predictor_of(device: torch.device | str) -> Predictor:
 
 
 def peak_flops_per_s(device: torch.device) -> float | None:
-    """Return the dense bfloat16 FLOP/s of a GPU, the denominator of MFU; None for a CPU.
-
-    It is the vendor's rate for a known GPU, and measured for another. (MFU: FLOPs utilisation.)
-    """
+    """Return the dense bfloat16 FLOP/s of a GPU, the denominator of MFU; None for a CPU."""
     if device.type == "cpu":
         return None
     name = torch.cuda.get_device_name(device)

@@ -120,7 +120,6 @@ def measure_contention(
 
     Args:
         gemm: runs one GEMM, much shorter than the collective, and leaves that many SMs free.
-        exchange: starts the collective and returns it.
         reserved_sms: numbers of SMs to try, ascending. The result has the chosen ``sm_margin``.
     """
     gemm_us = measure_us(lambda: gemm(0), device=device)
@@ -254,9 +253,7 @@ class ProfileTable:
 
     Args:
         path: the file, created at the first measurement; None keeps the times in memory only.
-        environment: lines of other environments are ignored.
-        offline: never measure an operator that is missing in the file, such as the tables that ship
-            with the package.
+        offline: never measure an operator that is missing in the file.
     """
 
     def __init__(

@@ -43,11 +43,8 @@ def simulate(tasks: list[Task], contention: Contention = NO_CONTENTION) -> list[
     """Simulate tasks on the streams of ranks; return the span of each task, in the given order.
 
     Each stream of each rank runs its tasks in the given order, each as soon as the tasks that it
-    needs have ended.
-
-    Args:
-        contention: applies while the "comm" stream and any compute stream of one rank are busy at
-            the same time. The "host" stream slows down no other stream.
+    needs have ended. ``contention`` applies while the "comm" stream and any compute stream of one
+    rank are busy at the same time. The "host" stream slows down no other stream.
 
     Raises:
         ValueError: two tasks have the same name, or a task needs one that is not listed before it.
@@ -157,9 +154,8 @@ def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[T
 
     No operation starts before the host has launched it. At the launch of a collective, its stream
     waits for the compute stream. So it starts after all computation that was launched before, even
-    if it needs none of it. A weight-gradient GEMM that is launched before a collective delays it.
-
-    ``order`` is a permutation of the indices; each comes after the operations that it needs.
+    if it needs none of it. ``order`` is a permutation of the indices; each comes after the
+    operations that it needs.
     """
     tasks: list[Task] = []
     last_compute = last_read = ""

@@ -112,7 +112,6 @@ class FailureReader:
         self._position = 0
 
     def show_new(self) -> None:
-        """Print new failures in the file, each cause once, at most four causes over all calls."""
         with self.path.open("rb") as file:
             file.seek(self._position)
             for line in file:
@@ -153,11 +152,10 @@ def _tell_launcher(failure: Failure) -> bool:
 def launch(command: list[str], *, num_processes: int, patience_s: float = 30.0) -> int:
     """Run a command as several ranks of this host; return the exit code when all have ended.
 
-    Failures that ranks report with ``tell_failure`` are printed once per cause. The first SIGINT or
-    SIGTERM is forwarded to all ranks, which then have ten minutes to end. The second kills them.
-    After a rank has failed, the other ranks have ``patience_s`` to end. The result is the exit code
-    of the rank that failed first, 128 + n after signal n, or 0. If the host allows no more
-    processes, a RuntimeError is raised.
+    The first SIGINT or SIGTERM is forwarded to all ranks, which then have ten minutes to end. The
+    second kills them. After a rank has failed, the other ranks have ``patience_s`` to end. The
+    result is the exit code of the rank that failed first, 128 + n after signal n, or 0. If the host
+    allows no more processes, a RuntimeError is raised.
     """
     if num_processes < 1:
         raise ValueError(f"num_processes ({num_processes}) must be at least 1")
@@ -241,7 +239,6 @@ def _wait(
 
 
 def _find_failure(codes: list[int | None]) -> int | None:
-    """Return the lowest rank that a signal killed, else the lowest with a code above 0, or None."""
     # A rank that a signal killed is the cause: the other ranks end by errors, with codes above 0.
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
     ended = [rank for rank, code in enumerate(codes) if code is not None and code > 0]
@@ -249,7 +246,6 @@ def _find_failure(codes: list[int | None]) -> int | None:
 
 
 def _report(rank: int, code: int, *, is_reported: bool) -> int:
-    """Print a failed rank's signal, or unexplained exit code; return the launcher's exit code."""
     if code < 0:
         name = f"signal {-code}"
         with suppress(ValueError):  # most real-time signals have no name

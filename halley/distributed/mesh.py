@@ -187,7 +187,6 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which prints messages and writes files for all ranks."""
         return self.rank == 0
 
 
@@ -245,9 +244,8 @@ def pick_device(choice: str) -> torch.device:
 def join_world(device_choice: str, *, timeout_s: float = 600.0) -> Iterator[World]:
     """Create the process group (NCCL on CUDA, else gloo), yield a ``World``, destroy the group.
 
-    Without a launcher there is one rank and no process group. After an error in the block, the
-    process group is not destroyed: that call would wait for lost ranks. ``device_choice`` is as for
-    ``pick_device``, and ``timeout_s`` the time limit of a collective.
+    Without a launcher there is one rank and no group. After an error, the group is not destroyed.
+    ``device_choice`` is as for ``pick_device``, and ``timeout_s`` the time limit of a collective.
     """
     check_launcher()
     device = pick_device(device_choice)

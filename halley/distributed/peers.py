@@ -152,16 +152,13 @@ def compare_ranks(
 ) -> None:
     """Raise ``ValueError`` if ranks of the group call this with different arguments. Collective.
 
-    The values go through the store of the group, not through NCCL or gloo. So a missing rank is an
-    error after the time limit of the group, not a hang. Rank 0 of the group compares the values.
-
     Args:
         what: name of the point in the program, for messages.
         values: values by name; their ``str`` is compared.
 
     Raises:
         ValueError: the values differ; names the ranks and their values. Raised on all ranks.
-        RuntimeError: a rank did not arrive within the time limit.
+        RuntimeError: a rank did not arrive within the time limit of the group.
     """
     if group is None or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
         return
@@ -193,7 +190,6 @@ def compare_ranks(
 
 
 def _wait_for(store: Any, keys: list[str], *, limit_s: float) -> bool:
-    """Wait until the store has all keys, at most ``limit_s``; return whether it has them."""
     # A loop polls, because ``Store.wait`` blocks other threads on the same connection.
     deadline_s, pause_s = time.monotonic() + limit_s, _POLL_S / 10
     while not store.check(keys):
@@ -205,7 +201,6 @@ def _wait_for(store: Any, keys: list[str], *, limit_s: float) -> bool:
 
 
 def _difference(what: str, values_W: list[dict[str, str]], *, names: list[int]) -> str:
-    """Return a sentence with the differing values and their ranks, or "" if there are none."""
     if all(each == values_W[0] for each in values_W):
         return ""
     found: list[str] = []
@@ -254,10 +249,7 @@ def _name_failure(error: RuntimeError, operation: str, *, group: dist.ProcessGro
 def _collect_reports(
     group: dist.ProcessGroup, own: dict[str, object]
 ) -> dict[int, dict[str, object]]:
-    """Publish this rank's failure, ``own``; return, by rank, the reports that arrive in time.
-
-    The result is empty if the store never answered.
-    """
+    """Publish this rank's failure, ``own``; return, by rank, the reports that arrive in time."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     reports: dict[int, dict[str, object]] = {}
     stays_s = _HOST_STAYS_S if rank == 0 else 0.0

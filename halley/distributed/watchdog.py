@@ -92,9 +92,8 @@ class Watchdog:
             grace_s: seconds from the verdict until the watchdog ends the process.
             deadlock_s: seconds without a new operation on any rank, after which ranks that all wait
                 in different operations are deadlocked.
-            stall_s: the same limit if only some ranks wait, or if GPUs have unfinished work. The
-                other ranks may compute or write a checkpoint. It should be below the time limit of
-                the process group.
+            stall_s: the same limit if only some ranks wait, or if GPUs have unfinished work. It
+                should be below the time limit of the process group.
         """
         times = {"interval_s": interval_s, "timeout_s": timeout_s, "grace_s": grace_s}
         for name, value in {**times, "deadlock_s": deadlock_s, "stall_s": stall_s}.items():
@@ -242,7 +241,6 @@ class Watchdog:
             self._judge()
 
     def _send_report(self) -> None:
-        """Write this rank's operation to the store, then increment its heartbeat counter there."""
         name, is_waiting, is_busy = CURRENT_OPERATION.name, CURRENT_OPERATION.is_waiting, False
         main = threading.main_thread().ident
         frame = None if is_waiting or main is None else sys._current_frames().get(main)
@@ -354,15 +352,11 @@ def _store_host() -> str:
 
 
 def _differ(reports: Iterable[_Report]) -> bool:
-    """Return whether reports differ in step, number of operations or name of the operation."""
     return len({(report.step, report.num_operations, report.name) for report in reports}) > 1
 
 
 def _describe_reports(reports: Mapping[int, _Report]) -> str:
-    """Return the operations of ranks in words, such as "rank 3 waits in dispatch (operation 5)".
-
-    Ranks with equal reports share one clause.
-    """
+    """Return the operations of ranks in words, such as "rank 3 waits in dispatch (operation 5)"."""
     clauses: list[str] = []
     for report, ranks in group_ranks(dict(sorted(reports.items()))).items():
         waits = "waits in" if len(ranks) == 1 else "wait in"

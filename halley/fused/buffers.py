@@ -55,7 +55,6 @@ class Workspace:
         layouts: layouts of plans, by plan id. It keeps old ones for the backward of old calls.
         max_rows: capacity in rows if ``max_load`` is set, else 0.
         rows_RD: scratch: the input rows of the first GEMM, then the output rows of the second GEMM.
-        launches: recorded launches of earlier passes.
         compiled: kinds of layers whose kernels are compiled; ``FusedStrategy`` fills it.
     """
 
@@ -162,8 +161,7 @@ class Workspace:
     def read_plan(self, up_LGD: torch.Tensor | None = None, *, part: int = 0) -> PlanSize:
         """Wait for the newest plan, return its sizes; with ``max_load``, return capacities at once.
 
-        With ``max_load`` it does not wait. Else it notes the sizes for predictions. A failed wait,
-        or the capture of a CUDA graph without ``max_load``, is a ``RuntimeError``.
+        A failed wait, or capture of a CUDA graph without ``max_load``, is a ``RuntimeError``.
         """
         if self._plan_event is not None:
             if torch.cuda.is_current_stream_capturing():

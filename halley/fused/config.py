@@ -1,7 +1,4 @@
-"""Configuration of the fused kernels, and the file of tuned configurations.
-
-``halley tune`` appends the fastest settings to the file; layers read it when they allocate buffers.
-"""
+"""Configuration of the fused kernels, and the file of tuned configurations."""
 
 import json
 import math
@@ -102,7 +99,6 @@ def default_config(device: torch.device) -> KernelConfig:
 
 
 def _by_name(config: KernelConfig) -> dict[str, int]:
-    """Return all values of a kernel configuration, by names such as "up.block_n"."""
     found: dict[str, int] = {}
     for field_ in fields(config):
         value = getattr(config, field_.name)
@@ -251,7 +247,6 @@ def _entry(environment: Environment, tuned: TunedConfig) -> dict[str, object]:
 
 
 def _read(path: Path) -> Iterator[tuple[object, Environment, TunedConfig | None]]:
-    """Yield each line's version, environment and configuration (None if not of ``VERSION``)."""
     for where, value in read_json_lines(path, what=_WHAT, max_bytes=_MAX_BYTES):
         if not isinstance(value, dict):
             raise ValueError(f"{where} value ({show(value)}) must be a table")

@@ -11,8 +11,6 @@ autograd. Under ``torch.compile`` the graph has these operators of the library `
 All ranks must run their passes in the same order, but a compiler may reorder operators that share
 no tensor. Therefore each pass reads the ordering token of its workspaces, and the result of
 ``end_pass`` is copied to the token.
-
-Source: COMET (arXiv:2502.19811).
 """
 
 from functools import partial
@@ -44,8 +42,7 @@ class LayerParts:
     A layer part is one call of the fused kernels for some of a layer's tokens; ``hierarchical``
     runs layers in parts. Weight gradients of each part would read and write the gradients of all
     weights for each part. Instead, the backward of each part keeps their operands, and after the
-    last part, one GEMM for each projection multiplies the rows of all parts. The forward pass of
-    each part appends its number of rows to ``num_rows``.
+    last part, one GEMM for each projection multiplies the rows of all parts.
     """
 
     def __init__(
@@ -77,11 +74,7 @@ class LayerParts:
     def weight_gradients(
         self, needed: tuple[bool, bool], main_grads: MainGrads
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return both projections' gradients (or None) over all parts, and release the operands.
-
-        The gradient of a projection is None if ``needed`` is false, or if it was added to the
-        buffer of ``main_grads``.
-        """
+        """Return both projections' gradients (or None) over all parts, and release the operands."""
         (dpre_RG, weighted_RF, dy_RD, rows_RD), self._operands = self._operands, []
         parts, self._experts = [self._experts[i] for i in range(len(self.num_rows))], {}
         begins, num_rows = zip(*parts, strict=True)
@@ -96,13 +89,10 @@ class LayerParts:
 
 
 class LayerPart(NamedTuple):
-    """Number of a layer part, and the objects that it shares with the layer's other parts.
-
-    If no weight needs a gradient, ``parts`` and ``anchor`` are None.
-    """
+    """Number of a layer part, and the objects that it shares with the layer's other parts."""
 
     index: int  # number of the part; 0 for a whole layer
-    parts: LayerParts | None = None
+    parts: LayerParts | None = None  # None, like ``anchor``, if no weight needs a gradient
     anchor: torch.Tensor | None = None  # the scalar from ``JoinParts``, an input of each part
 
 
@@ -220,7 +210,6 @@ class _FusedExperts(torch.autograd.Function):
 
 
 def _run_part_backward(ctx: Any, plan_id: int, inputs: list[Any]) -> Any:
-    """Run the backward of a layer part; return the gradients of its tokens and routing weights."""
     _, saved, plan = inputs[:3]
     operands = ctx.parts.begin_backward(ctx.index, plan, plan_id, dtype=saved.dtype)
     if ctx.save == "all":
@@ -232,7 +221,6 @@ def _run_part_backward(ctx: Any, plan_id: int, inputs: list[Any]) -> Any:
 
 
 def _save_for_backward(ctx: Any, call: LayerCall, result: LayerResult) -> None:
-    """Save tensors and options of a forward call in ``ctx``, for eager or compiled backward."""
     ctx.save_for_backward(
         result.plan_id, _saved_input(call, result), result.plan, result.pre_RG,
         call.up_LGD, call.down_LDF, call.topk_idx_TK,
@@ -242,7 +230,6 @@ def _save_for_backward(ctx: Any, call: LayerCall, result: LayerResult) -> None:
 
 
 def _saved_input(call: LayerCall, result: LayerResult) -> torch.Tensor:
-    """Return the tokens if backward dispatches them again, else the rows that forward saved."""
     return call.x_TD if call.save == "recompute" else result.rows
 
 
@@ -298,7 +285,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _backward_of_op(ctx: Any, dy_TD: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
-    """Return a gradient, or None, for each input of the operator ``fused_experts``."""
     plan_id, saved, plan, pre_RG, up_LGD, down_LDF, topk_idx_TK = ctx.saved_tensors
     dx_TD, dweights_TK, dpre_RG, weighted_RF, dy_RD, rows_RD = (
         torch.ops.halley.fused_experts_backward.default(

@@ -146,7 +146,6 @@ def _launch_all(workspace: Workspace, call: LayerCall, size: PlanSize) -> list[A
 def _launch_gemms(
     workspace: Workspace, call: LayerCall, plan: torch.Tensor, size: PlanSize
 ) -> list[torch.Tensor]:
-    """Launch dispatch, both GEMMs and combine; return output, saved rows and pre-activations."""
     x_TD, up_LGD, save = call.x_TD, call.up_LGD, call.save
     num_rows, hidden_size = size.num_rows, x_TD.shape[1]
     h_RF = x_TD.new_empty(num_rows, up_LGD.shape[1] // (2 if call.gated else 1))
@@ -358,8 +357,7 @@ def _recompute(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Repeat the first GEMM in backward; return its input rows, and its output before activation.
 
-    With save "recompute", publish the tokens and fetch them from the peers again. Else read the
-    token copies that forward saved, and then release them. ``rows_RD`` takes the input rows.
+    With save "recompute", publish and fetch the tokens again. Else release the saved token copies.
     """
     gated, fetches = options.gated, options.save == "recompute"
     saved, plan, up_LGD = inputs[_SAVED], inputs[_PLAN], inputs[_UP]

@@ -72,16 +72,13 @@ class PlanSizes:
         )
 
     def note(self, size: PlanSize, up_LGD: torch.Tensor | None, *, part: int) -> PlanSize:
-        """Round up the sizes of a new dispatch plan; keep them for predictions and return them.
-
-        They are not kept if the buffers are too small, because the call then runs again.
-        """
+        """Round up the sizes of a new dispatch plan; keep them for predictions and return them."""
         size = PlanSize(
             num_rows=round_up_rows(max(size.num_rows, self.block_m), multiple=self.block_m),
             num_copies=round_up_rows(size.num_copies, multiple=TASK_ROWS),
             needed_tokens=size.needed_tokens,
         )
-        if not size.needed_tokens:
+        if not size.needed_tokens:  # else the buffers are too small, and the call runs again
             self.last = size
             if up_LGD is not None:
                 self.by_layer.setdefault(up_LGD, {})[part] = size
@@ -166,15 +163,11 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class _Release:
-    """Step of a recording that drops the reference to an input tensor."""
-
     index: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Allocation:
-    """A tensor that a recorded pass allocates; ``slot`` is its number in the recording."""
-
     slot: int
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -186,8 +179,6 @@ class _Allocation:
 
 @dataclass(kw_only=True, slots=True)
 class _LaunchStep:
-    """One recorded kernel launch, and the tensors on whose addresses its parameters depend."""
-
     launch: DirectLaunch
     prepared: PreparedLaunch  # the launch with its parameters
     allocations: list[_Allocation] = field(default_factory=list)  # made before the launch
@@ -200,7 +191,6 @@ class _LaunchStep:
     current: list[int] = field(default_factory=list)  # addresses of ``slots`` in the last replay
 
     def move(self, addresses: Sequence[int]) -> None:
-        """Set the launch's pointers and TMA maps to new addresses, given for each tensor slot."""
         for place, slot, offset in self.addresses:
             self.prepared.set_address(place, addresses[slot] + offset)
         for place, slot, offset, index, desc in self.maps:
@@ -328,13 +318,11 @@ def _range_of(tensor: torch.Tensor) -> _Range:
 
 
 def _touches(tensor: torch.Tensor, ranges: Sequence[_Range]) -> bool:
-    """Return whether a tensor shares memory with one of some address ranges."""
     begin, num_bytes = _range_of(tensor)
     return any(first < begin + num_bytes and begin < first + size for first, size in ranges)
 
 
 def _find(tensor: torch.Tensor, ranges: Sequence[_Range]) -> int | None:
-    """Return the index of the address range that contains a tensor, or None."""
     begin, num_bytes = _range_of(tensor)
     for index, (first, size) in enumerate(ranges):
         if first <= begin and begin + num_bytes <= first + size:

@@ -97,7 +97,6 @@ class ExpertRunner:
         Args:
             x_TD: tokens of this rank, of any floating dtype, which the sums have too; T may be 0.
             routing: global expert ids and weights of these tokens.
-            experts: the experts of this rank.
             group: the expert-parallel group; None for a single rank.
             module: gets a description of how its experts ran, see ``describe``.
             prepared: result of ``prepare``. With it, a graph of ``torch.compile`` can include the
@@ -136,7 +135,6 @@ class ExpertRunner:
         group: dist.ProcessGroup | None,
         module: nn.Module | None,
     ) -> torch.Tensor:
-        """Return the result of ``run``, for eager calls and calls that cannot be in a graph."""
         stacked, strategy, problem = experts.stacked, None, experts.reason
         if stacked is not None:
             strategy = self._find_strategy(group, x_TD.device)
@@ -165,8 +163,7 @@ class ExpertRunner:
     def check_supported(self, problem: str) -> None:
         """Raise ``ValueError`` if strict, else warn, unless the strategy is "auto" or "sequential".
 
-        ``problem`` says why the strategy cannot run some experts. For "auto" and "sequential", the
-        framework's own expert code between dispatch and combine is a valid choice.
+        For "auto" and "sequential", the framework's own expert code is a valid choice.
         """
         if self.strategy not in ("auto", "sequential"):
             self.warn_or_raise(
@@ -257,8 +254,7 @@ def describe(model: nn.Module) -> dict[str, str]:
     """Return texts on how experts run, by module name; modules without such a text are left out.
 
     Modules that Halley runs appear after their first forward pass, as in "halley: fused". A module
-    that the plug-in leaves to the framework appears with the reason, as in
-    "megatron: fp8 (e4m3) must be None".
+    left to the framework appears with the reason, as in "megatron: fp8 (e4m3) must be None".
     """
     return {
         name: str(vars(module)[_DESCRIPTION])
@@ -293,8 +289,7 @@ class Framework:
     def import_names(self, modules: dict[str, str]) -> Any:
         """Return a namespace with imported names; ``modules`` maps each name to its module.
 
-        Warns if the version is too new. Raises ``ImportError`` if the framework is not installed,
-        or lacks one of the names.
+        Warns if the version is too new. Raises ``ImportError`` if the package or a name is missing.
         """
         try:
             version = self.find_version()

@@ -39,14 +39,12 @@ FRAMEWORK.check_parameters(
 def enable(strategy: str = "auto", *, strict: bool = False) -> str:
     """Make AutoEP build a subclass of ``HalleyMoELayer`` in every later ``deepspeed.initialize``.
 
-    A second call replaces the options of the first for engines made after it.
+    A second call replaces the options of the first for engines made after it. The returned sentence
+    says what was enabled.
 
     Args:
         strategy: a name that ``halley.build_strategy`` accepts, such as "fused:inputs".
         strict: raise an error where the default warns once and leaves a layer to DeepSpeed.
-
-    Returns:
-        A sentence that says what was enabled.
 
     Raises:
         ValueError: ``strategy`` is unknown.
@@ -111,7 +109,6 @@ class HalleyMoELayer(_deepspeed.AutoEPMoELayer):
         return ""
 
     def _find_unsupported(self) -> str:
-        """Return why no strategy of Halley can compute the experts of this layer, or ""."""
         found = self.experts.activation
         return "" if found == "swiglu" else f"the experts' activation is {found}"
 

@@ -75,9 +75,8 @@ def find_problem(config: Any) -> str:
 class HalleyMoELayer(_mcore.MoELayer):
     """Megatron's MoE layer; Halley runs its routed experts if ``find_problem`` finds no problem.
 
-    Router and shared experts are Megatron's; with a problem, so are the routed experts.
-    Megatron's schedules call the phases of a layer one by one. Here ``routed_experts_compute``
-    dispatches, computes and combines; the phases ``dispatch`` and ``combine`` return their inputs.
+    Router and shared experts are Megatron's. Its schedules call the phases of a layer one by one.
+    Here ``routed_experts_compute`` does the work; ``dispatch`` and ``combine`` return their inputs.
 
     Args:
         config, submodules, pg_collection, further: as for Megatron's layer.
@@ -167,7 +166,6 @@ class PassThroughDispatcher(_mcore.MoETokenDispatcher):
         return ids_TK
 
     def copy_if_freed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy if Megatron's schedule frees phase inputs, else the tensor itself."""
         return tensor.clone() if self._inputs_are_freed else tensor
 
     def token_dispatch(
@@ -226,8 +224,7 @@ def _replace_layers(part: Any, **options: Any) -> Any:
 def job_spec() -> Any:
     """Return the spec of the running Megatron-LM job with Halley's layers; None outside of a job.
 
-    Megatron-LM builds a spec from the job's arguments unless ``--spec`` names one. This function
-    builds the same spec from the same arguments, then enables Halley in it.
+    This function builds the spec that Megatron-LM builds without ``--spec``, and enables Halley.
 
     Raises:
         ValueError: the job has virtual pipeline stages, and dense layers among its MoE layers, so

@@ -37,10 +37,8 @@ class StackedExperts(_mcore.MegatronModule):
 
     ``weight1`` is ``(L, 2F, D)``, gate rows first, or ``(L, F, D)`` without a gate. ``weight2`` is
     ``(L, D, F)``. Both start with the values of Megatron's ``SequentialMLP``, and checkpoints are
-    interchangeable with it.
-
-    ``megatron.find_problem`` finds no problem in ``config``, Megatron's configuration.
-    Megatron-Core 0.18 and newer pass ``name``, which is unused.
+    interchangeable with it. ``megatron.find_problem`` finds no problem in ``config``. Megatron-Core
+    0.18 and newer pass ``name``, which is unused.
     """
 
     def __init__(
@@ -156,7 +154,6 @@ class StackedExperts(_mcore.MegatronModule):
             _register_gradient_hook(self.weight2)
 
     def _find_unsupported(self) -> str:
-        """Return why no strategy of Halley can compute these experts, or ""."""
         config = self.config
         if config.params_dtype not in DTYPES.values():
             return f"dtype ({config.params_dtype}) of the experts is none of {', '.join(DTYPES)}"
@@ -244,7 +241,6 @@ def _split(
 
 @torch.no_grad()
 def _stack(tensors: list[torch.Tensor], *, gated: bool) -> torch.Tensor:
-    """Return one stacked weight from checkpoint tensors of experts: the inverse of ``_split``."""
     if gated:
         pairs = zip(tensors[::2], tensors[1::2], strict=True)
         tensors = [torch.cat([gate, up]) for gate, up in pairs]

@@ -50,8 +50,7 @@ FRAMEWORK.check_parameters(
 class HalleyRoutedExperts(_titan.RoutedExperts):
     """torchtitan's routed experts with dispatch, experts and combine run by a strategy of Halley.
 
-    Parameters, their names and their meshes are those of torchtitan's class. The token dispatcher
-    only provides the mesh.
+    Parameters, names and meshes are torchtitan's. The token dispatcher only provides the mesh.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -139,11 +138,8 @@ def enable(cfg: Any, *, strategy: str = "auto", strict: bool = False) -> Any:
         cfg: torchtitan's ``RoutedExperts.Config``.
         strategy, strict: as in ``HalleyRoutedExperts.Config``.
 
-    Returns:
-        Halley's configuration; or ``cfg`` with a warning, if Halley cannot run these experts.
-
     Raises:
-        ValueError: ``strategy`` is unknown; or ``strict``, instead of the warning.
+        ValueError: ``strategy`` is unknown; or ``strict``, and Halley cannot run these experts.
     """
     runner = shared_runner(strategy, strict)
     if problem := _find_problem(cfg):
@@ -162,7 +158,6 @@ def halley(cfg: Any, *, strategy: str = "auto", strict: bool = False) -> Any:
 
 
 def _find_problem(cfg: Any) -> str:
-    """Return why torchtitan must run routed experts itself, or ""."""
     if type(cfg) is not _titan.RoutedExperts.Config:
         return f"routed experts ({type(cfg).__qualname__}) must be torchtitan's own RoutedExperts"
     dispatcher = type(cfg.token_dispatcher)

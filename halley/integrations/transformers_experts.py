@@ -104,8 +104,7 @@ class DispatchedExperts:
     Args:
         experts: the module, which keeps its parameters; its weights may still be on "meta".
         ep: the ranks over which its experts are spread; None for a single rank.
-        tp_mesh: ranks that hold the same tokens; each rank processes a share of them. None without
-            tensor parallelism.
+        tp_mesh: ranks with the same tokens, each of which processes a share; None without TP.
         runner: runs the experts; if strict, ``ValueError`` for experts that it cannot run.
     """
 

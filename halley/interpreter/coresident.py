@@ -83,8 +83,7 @@ def _launch(
 ) -> None:
     """Run this kernel and those in ``beside``, tuples of (kernel, grid, arguments), to their end.
 
-    Each launch begins when all programs of the launches before it have begun. Without a scheduler,
-    the launches run one after another.
+    Without a scheduler, the launches run one after another.
     """
     launches = [_prepare(self, args, kwargs)]
     for kernel, grid, others in beside:

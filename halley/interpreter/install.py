@@ -73,7 +73,6 @@ def _probe_kernel(a_MM, dot_MM, sum_MM, less_N, count, num_less, M: tl.constexpr
 
 
 def _find_wrong_values() -> list[str]:
-    """Run a small kernel; return the names of the operations with wrong results."""
     a_MM = torch.tensor([[1.0, 3.0], [-2.0, 0.5]], dtype=torch.bfloat16)
     dot_MM, sum_MM = torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bfloat16)
     less_N = torch.full((3,), -1, dtype=torch.int32)

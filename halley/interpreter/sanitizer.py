@@ -72,7 +72,6 @@ ALLOWED: ContextVar[Allowed] = ContextVar("allowed")
 
 
 def _add_spans(argument: object, spans: list[tuple[int, int]]) -> None:
-    """Append a tensor's or tensor descriptor's address range to ``spans``; ignore other types."""
     argument = interpreter._unwrap_tensor(argument)
     if isinstance(argument, TensorDescriptor):
         _add_spans(argument.base, spans)

@@ -90,7 +90,6 @@ class Scheduler:
 
     @property
     def num_switches(self) -> int:
-        """Number of times that a thread was picked in the current or last ``run_ranks``."""
         return len(self.trace)
 
     def run_ranks(self, num_ranks: int, fn: Callable[[int], T]) -> list[T]:

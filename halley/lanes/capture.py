@@ -46,8 +46,7 @@ class Arguments:
 class Capture:
     """Traces a loss function; returns its graphs and the arguments of a call, but computes no loss.
 
-    Dynamo checks its guards at each call. So a new shape or a changed flag gives new graphs. If
-    ``inner`` is "inductor", the graphs have Inductor's decompositions.
+    Dynamo checks its guards at each call. So a new shape or a changed flag gives new graphs.
     """
 
     def __init__(self, loss_function: Callable[..., Any], *, inner: Inner) -> None:
@@ -77,11 +76,6 @@ class Capture:
         return self._arguments.pop()
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Trace forward and backward of a Dynamo graph; return a function that records arguments.
-
-        ``torch.compile`` calls this backend for each new shape, and the returned function in each
-        call. The function computes no loss: ``collect`` returns the recorded arguments.
-        """
         graphs = _trace(gm, example_inputs, inner=self._inner)
 
         def collect(*values: Any) -> tuple[torch.Tensor]:
@@ -94,7 +88,6 @@ class Capture:
 
 
 def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: Inner) -> StepGraphs:
-    """Return the forward and the backward graph that aot_autograd makes of a Dynamo graph."""
     num_inputs = len(example_inputs)
     found: list[StepGraphs] = []
 
@@ -136,8 +129,7 @@ def _run_nothing(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[
 def _copy(graph: fx.Graph) -> fx.Graph:
     """Return a copy of a graph with equal node names; a loss gradient that is a result is cloned.
 
-    If the gradient of the loss, an input, is also a result, the copy returns a clone of it: then a
-    node computes each gradient.
+    The gradient of the loss is an input. With the clone, a node computes each gradient.
     """
     copy = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}

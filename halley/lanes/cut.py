@@ -33,8 +33,7 @@ class Item:
         kind: "segment" computes. "unit" computes weight gradients that no collective depends on.
             "start" and "wait" belong to a collective. "host" reads numbers from tensors and
             computes sizes from them.
-        code: the operators, with the module that has their attributes as ``owning_module``. None in
-            tests of schedules.
+        code: the operators; its ``owning_module`` has their attributes. None in tests of schedules.
         inputs, outputs: names of values of a microbatch, in the order of the code's arguments and
             results. "f:" begins names of inputs and values of forward, "b:" those of backward.
         gradients: name of each gradient of a parameter that the item produces, and the position of
@@ -53,8 +52,6 @@ class Item:
 
 @dataclass(eq=False)
 class _Draft:
-    """An ``Item`` under construction: its kind and the graph nodes that it has so far."""
-
     kind: Kind
     nodes: list[fx.Node] = field(default_factory=list)
     is_static: bool = True
@@ -119,14 +116,12 @@ def _cut(graph: fx.Graph) -> tuple[list[_Draft], set[fx.Node]]:
 
 
 def _is_host(node: fx.Node, sources: list[_Draft]) -> bool:
-    """Return whether a graph node reads numbers from tensors to the host, or computes sizes."""
     from_host = bool(sources) and all(draft.kind == "host" for draft in sources)
     is_read = operator_name(node) == "halley::read_counts" or (is_view(node) and from_host)
     return is_read or not isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
 
 
 def _is_static(node: fx.Node) -> bool:
-    """Return whether all sizes of a node's result and arguments are constants of the graph."""
     values: Any = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
     return not free_symbols(values)
 
@@ -134,9 +129,8 @@ def _is_static(node: fx.Node) -> bool:
 def _is_shared(node: fx.Node, shared: set[fx.Node]) -> bool:
     """Return whether items copy a node: a non-random one without sources, or a view of inputs.
 
-    Each item that reads such a node copies it. Tracing shares the node between layers, so of two
-    equal layers only one would have a segment that makes the view, and their code would differ. A
-    random node and a view of the loss's gradient are not copied.
+    Tracing shares such a node between layers. Without the copies, of two equal layers only one
+    would have a segment that makes the view, and their code would differ.
     """
     sources = node.all_input_nodes
     if not sources:
@@ -197,8 +191,7 @@ def _finish(
 ) -> Item:
     """Return the ``Item`` of a draft, with code and named values; add its nodes to ``made``.
 
-    ``made`` are the nodes of the items before this item. ``producers`` has the index of the item
-    that produces each value.
+    ``made`` are the nodes of earlier items. ``producers`` maps a value to its item's index.
     """
     own, inputs, body = set(draft.nodes), dict[fx.Node, None](), dict[fx.Node, None]()
 
@@ -238,7 +231,6 @@ def _finish(
 def _extract(
     module: fx.GraphModule, inputs: list[fx.Node], body: list[fx.Node], results: list[fx.Node]
 ) -> fx.Graph:
-    """Return a graph that takes ``inputs``, runs a copy of ``body`` and returns ``results``."""
     graph = fx.Graph(owning_module=module)
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -251,5 +243,4 @@ def _extract(
 
 
 def _name(node: fx.Node, prefix: str) -> str:
-    """Return ``prefix`` and the node's name; inputs of both graphs get the prefix "f:"."""
     return ("f:" if node.op == "placeholder" else prefix) + node.name

@@ -27,8 +27,7 @@ class Exchange:
     def start(self, call: Call, values: list[Any]) -> Sequence[Any]:
         """Start a collective by ``call``; return its results, which are valid only after ``wait``.
 
-        Args:
-            values: rows and, if they differ between ranks, the numbers of rows of each rank.
+        ``values`` are rows and, if they differ between ranks, the numbers of rows of each rank.
         """
         return call(values)
 
@@ -61,8 +60,6 @@ class Executor:
     """Runs the items of all microbatches of a training step in one fixed order.
 
     Args:
-        calls: compiled function of each item.
-        order: checked by ``check_order``.
         loss: name of the loss among the items' outputs.
         captures: whether the first step captures items of static shapes as CUDA graphs.
     """
@@ -230,7 +227,6 @@ class _Gradients:
 
 
 def _give(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Give a gradient to the parameter's gradient-ready hook, or add it to ``.grad``."""
     if hook := find_gradient_hook(parameter):
         hook(gradient)
     elif parameter.grad is None:

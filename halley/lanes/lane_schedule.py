@@ -45,7 +45,6 @@ def plan_lanes(
     """Simulate several orders of the items of a step, and return the plan with the fastest one.
 
     Args:
-        items: of a microbatch.
         durations_us: of each item; of a start, that of its collective; of a wait 0.
         max_lanes: most microbatches that may be unfinished at a time.
     """
@@ -139,12 +138,10 @@ def predict(items: Sequence[Item], durations_us: Sequence[float], order: Order) 
 class _ListScheduler:
     """Orders the items of all microbatches by simulating when the rows of each collective arrive.
 
-    A microbatch runs up to its next wait for rows. Waits for counts are short and do not switch the
-    lane: otherwise both lanes would wait for rows at the same time.
-
-    ``lag`` is the number of items by which a microbatch stays behind the one before it. With 0,
-    forwards run side by side, then backwards. With half of the items and two lanes, forward of one
-    microbatch runs beside backward of the one before it, as in 1F1B schedules.
+    Waits for counts are short and do not switch the lane: otherwise both lanes would wait for rows
+    at the same time. ``lag`` is the number of items by which a microbatch stays behind the one
+    before it. With 0, forwards run side by side, then backwards. With half of the items and two
+    lanes, forward of one microbatch runs beside backward of the one before it, as in 1F1B.
     """
 
     items: Sequence[Item]
@@ -162,7 +159,6 @@ class _ListScheduler:
     units: list[tuple[int, int]] = field(default_factory=list)  # deferred units, oldest first
 
     def run(self) -> list[tuple[int, int]]:
-        """Return the order of all items of all microbatches."""
         while True:
             lanes = self._lanes()
             gap_us = min((self.due_us[lane] for lane in lanes), default=inf) - self.clock_us
@@ -190,10 +186,6 @@ class _ListScheduler:
         ]
 
     def _choose_unit(self, gap_us: float) -> tuple[int, int] | None:
-        """Return the longest deferred unit within ``gap_us``, else the shortest within 2x, or None.
-
-        All lanes wait in the gap. The factor 2 (2x) is ``_MAX_EXCESS``.
-        """
         fitting = [each for each in self.units if self._unit_us(each) <= gap_us]
         if fitting:
             return max(fitting, key=self._unit_us)
@@ -204,7 +196,6 @@ class _ListScheduler:
         return self.durations_us[unit[1]]
 
     def _choose_lane(self, lanes: list[int]) -> int:
-        """Return the least advanced lane (``lag`` added) that can run, else the first due."""
         ready = [lane for lane in lanes if self.due_us[lane] <= self.clock_us]
         if not ready:
             return min(lanes, key=self.due_us.__getitem__)

@@ -36,8 +36,6 @@ _NUM_MEASURED_STEPS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class _Options:
-    """Options of ``compile_step``."""
-
     num_microbatches: int
     max_lanes: int
     exchange: Exchange
@@ -127,8 +125,7 @@ class LaneStep:
 
         Raises:
             RuntimeError: the ranks' collectives differ, or a rank is missing; on all ranks.
-            ValueError: the batch cannot be divided, or ``loss_function`` does not fit, see
-                ``Capture.collect``.
+            ValueError: the batch cannot be divided, or ``Capture.collect`` rejects the function.
         """
         calls = [self._capture.collect(*each) for each in self._divide(batch)]
         graphs = calls[0].graphs
@@ -229,7 +226,6 @@ class _Program:
 
 
 def _find_fallback(nodes: Sequence[fx.Node], differing: Sequence[int]) -> str:
-    """Return the reason why microbatches must run one after another, or "" if there is none."""
     if unknown := unknown_collectives(nodes):
         return f"halley does not know how these operators communicate: {', '.join(unknown)}"
     if random := {operator_name(node) for node in nodes if is_random(node)}:

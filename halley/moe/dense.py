@@ -96,8 +96,7 @@ class Attention(nn.Module):
 def rotary_table(config: ModelConfig, seq_len: int, *, device: torch.device | str) -> torch.Tensor:
     """Return the cosines, then the sines of rotary angles, ``(2, seq_len, head_dim)`` float32.
 
-    Element i rotates with element i + head_dim / 2, as in Hugging Face's models. Source: RoFormer
-    (arXiv:2104.09864).
+    Element i rotates with element i + head_dim / 2, as in Hugging Face. Source: arXiv:2104.09864.
     """
     half = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
     frequency = config.rope_theta ** (-half / config.head_dim)

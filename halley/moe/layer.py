@@ -62,8 +62,7 @@ def _draw(shape: tuple[int, ...], name: str, *, seed: int, device: torch.device)
 class GroupedExperts(nn.Module):
     """This rank's experts of one MoE layer: stacked weights, named and laid out as in Hugging Face.
 
-    If ``tp_size`` ranks share each expert, a rank holds one shard of it: a slice of the
-    intermediate size, see ``core.routing``.
+    If ``tp_size`` ranks share each expert, a rank holds one shard of it, see ``core.routing``.
 
     Attributes:
         expert_ids: expert id of each slice along the first dimension of the parameters.
@@ -144,11 +143,7 @@ class GroupedExperts(nn.Module):
         return dim.shard(weight, tp_rank=self.tp_rank, tp_size=self.tp_size)
 
     def checkpoint_view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of a parameter, or of its optimizer state, in the layout of checkpoints.
-
-        Stacked gate and up weights get a dimension of their own: (L, 2F, D) becomes (L, 2, F, D).
-        So the shard of each tensor-parallel rank is a contiguous slice of the dimension F.
-        """
+        """Return a view of a parameter, or of its optimizer state, in the layout of checkpoints."""
         dim = self.sharded_dims.get(name)
         return tensor if dim is None else dim.unstack(tensor)
 

@@ -37,13 +37,11 @@ class MoE(nn.Module):
         layer.sync_gradients()
 
     A model with other parameters calls ``halley.sync_gradients`` for all of them instead, with
-    ``layer.groups``. For data-parallel copies of the experts use ``MoELayer`` with
-    ``build_groups``.
+    ``layer.groups``. For data-parallel copies of the experts use ``MoELayer`` and ``build_groups``.
 
     Args:
         hidden_size: D; a row must be a multiple of 16 bytes.
         num_experts: experts of all ranks, divisible by the number of ranks.
-        top_k: experts of each token.
         intermediate_size: intermediate size of one expert; a row must be a multiple of 16 bytes.
         group: the ranks over which the experts are spread. None for all ranks: those of the
             default process group, which is initialized from torchrun's environment if necessary
@@ -63,7 +61,6 @@ class MoE(nn.Module):
             add to the loss. It keeps the graph of that call alive.
         expert_counts: slots that the router gave to each expert in the last call on this rank,
             int64 ``(E,)``.
-        groups: the process groups, for ``halley.sync_gradients``.
     """
 
     def __init__(
@@ -118,8 +115,7 @@ class MoE(nn.Module):
         """Run the layer as a collective; return the output, or an ``MoEOutput`` if ``return_aux``.
 
         ``x`` and the output are ``(..., hidden_size)``, in the dtype of the parameters or under
-        autocast. An ``MoEOutput`` has output, ``aux_loss`` and ``expert_counts``. Activation
-        checkpointing requires ``return_aux``, as its recomputation replaces ``aux_loss``.
+        autocast. Activation checkpointing needs ``return_aux``: it recomputes ``aux_loss``.
         """
         output = self.layer(x)
         self.aux_loss, self.expert_counts = output.router_loss, output.counts_E
@@ -128,8 +124,7 @@ class MoE(nn.Module):
     def sync_gradients(self) -> None:
         """Average the gradients of this layer over the ranks, in place (``halley.sync_gradients``).
 
-        A collective of the group. The loss is a mean on each rank. Parameters without a gradient
-        are skipped.
+        A collective of the group. The loss is a mean on each rank.
         """
         shared, expert = (
             [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -88,11 +88,9 @@ class SoftmaxRouter(AbstractRouter):
 class SigmoidRouter(AbstractRouter):
     """A router that chooses top-k experts by sigmoid plus bias, in the best expert groups only.
 
-    A bias is added to the scores for the choice, but not for the weights. ``update_bias`` raises
-    the bias of experts below the mean load and lowers it above the mean, without a loss.
-
-    Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2. The score of a group is the sum of its
-    two best expert scores, as in the released model.
+    A bias, which ``update_bias`` changes, is added to the scores for the choice, but not for the
+    weights. Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2. The score of a group is the sum
+    of its two best expert scores, as in the released model.
     """
 
     def __init__(

@@ -77,9 +77,7 @@ class MoETransformer(nn.Module):
     """A decoder-only language model; call ``init_weights`` or load a checkpoint before use.
 
     Args:
-        strategy: runs the routed experts of all MoE layers; or a sequence with one strategy for
-            each MoE layer.
-        recorder: records the spans of the blocks.
+        strategy: runs the routed experts of all MoE layers; or one strategy for each MoE layer.
         activation_checkpointing: recompute each block in backward.
         placements: expert placement of each MoE layer; None for consecutive ranges.
 

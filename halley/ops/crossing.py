@@ -24,8 +24,7 @@ from halley.ops.traceable_routing import sort_slots
 class NodeTables:
     """Two lookup tables by expert id: the other node that has the expert, and its id in this node.
 
-    One lookup takes the place of several operations on the device. ``num_experts`` is the number of
-    experts of a node, E'.
+    ``num_experts`` is E'. One lookup takes the place of several operations on the device.
 
     Attributes:
         other_node: node of each expert; N for the experts of the own node, and for ``DROPPED``.
@@ -68,12 +67,10 @@ class Crossing:
 
     @property
     def send_sizes(self) -> list[int]:
-        """Number of rows that this rank sends to other nodes, for each chunk of tokens."""
         return [sum(counts) for counts in self.send_CN]
 
     @property
     def recv_sizes(self) -> list[int]:
-        """Number of rows that this rank receives from other nodes, for each chunk of tokens."""
         return [sum(counts) for counts in self.recv_CN]
 
 

@@ -33,8 +33,7 @@ class Exchange:
         send_splits, recv_splits: rows to and from each rank, in order of rank.
         group: the ranks; None for a single rank, which then keeps its rows.
         received: buffer for the rows received in forward; None allocates one.
-        name: in errors, and in the recorded spans "<name>.wait" and "<name>.backward.wait" of the
-            host's waits, stream "exposed".
+        name: in errors, and in the spans "<name>.wait" and "<name>.backward.wait" of host waits.
     """
 
     def __init__(
@@ -242,8 +241,7 @@ class _ReduceScatterRows(torch.autograd.Function):
 class Replicas:
     """Sums an expert's gradients over the ranks that hold it, or copies the lowest such rank's.
 
-    ``rank`` is this rank in the expert-parallel ``group``, and ``recorder`` records the host's wait
-    as the span "replicas.wait".
+    ``rank`` is this rank in the expert-parallel ``group``. The host waits in span "replicas.wait".
 
     Attributes:
         first: local indices of the experts of this rank that no lower rank holds, int64.
@@ -286,8 +284,7 @@ class Replicas:
     def take_first(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return gradients; a replicated expert has those of its lowest rank. A collective.
 
-        It is for gradients that were reduced again after ``sum`` and may be rounded
-        differently on each rank.
+        Gradients that were reduced again after ``sum`` may be rounded differently on each rank.
         """
         return self._merge(gradients, lambda out, sources: out.copy_(sources[0]))
 
@@ -296,7 +293,6 @@ class Replicas:
         gradients: Sequence[torch.Tensor],
         merge: Callable[[torch.Tensor, Sequence[torch.Tensor]], object],
     ) -> list[torch.Tensor]:
-        """Return copies of gradients; ``merge`` sets replicated experts from all their ranks."""
         received = self._exchange(gradients)
         # The copies are contiguous, because ``view`` below requires it.
         merged = [g.clone(memory_format=torch.contiguous_format) for g in gradients]
@@ -343,9 +339,8 @@ def _sum_into(out: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
 def share_gradients(experts: Experts, replicas: Replicas) -> Experts:
     """Return the experts; in backward, sum the gradients of replicas over their ranks.
 
-    Equal replicas receive equal gradients, so they stay equal with any optimizer. Each backward
-    pass has one all-to-all, of the gradients of replicated experts only. A weight with a
-    ``main_grad``, to which fused layers add without autograd, is a ``ValueError``.
+    Equal replicas receive equal gradients, so they stay equal with any optimizer. Backward is
+    a collective. A weight with ``main_grad``, a buffer outside of autograd, is a ``ValueError``.
     """
     weights = {name: t for name, t in experts.tensors().items() if t.requires_grad}
     if any(getattr(weight, "main_grad", None) is not None for weight in weights.values()):

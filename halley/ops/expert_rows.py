@@ -58,8 +58,7 @@ def apply_experts(
     """Return the expert output of each row, ``(R, D)``. Differentiable.
 
     The rows are sorted by expert and have the dtype of the weights. ``ends_L`` is the end of each
-    expert's rows, int32, non-decreasing; an expert may have no rows. ``gemm`` may be
-    ``expert_gemm``, for ``torch.compile``.
+    expert's rows, int32, non-decreasing; an expert may have no rows.
     """
     h_RG = gemm(x_RD, experts.up_LGD.transpose(1, 2), ends_L)
     if experts.up_bias_LG is not None:
@@ -109,7 +108,6 @@ def _expert_gemm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) 
 
 
 def _groups(ends: torch.Tensor) -> list[slice]:
-    """Return each expert's range of rows as a slice; ``ends`` has the end of each range."""
     return [slice(*pair) for pair in pairwise([0, *ends.tolist()])]
 
 
@@ -177,8 +175,7 @@ def gather_tokens(
     """Return the token row of each (token, choice) slot, ``x_TD[slots_N // top_k]``, ``(N, D)``.
 
     The gradient of a token is the sum over its slots in order of slot, accumulated in float32.
-    ``slots_N`` is a permutation of all slots, and ``inverse_N`` its inverse; slot ``t * top_k + k``
-    is the k-th choice of token t.
+    ``slots_N`` is a permutation of all slots ``t * top_k + k``, and ``inverse_N`` its inverse.
     """
     return _GatherTokens.apply(  # pyright: ignore[reportReturnType]
         x_TD, slots_N, inverse_N, top_k
@@ -208,8 +205,7 @@ def combine_tokens(
 ) -> torch.Tensor:
     """Return each token's weighted sum of expert output rows, ``(T, D)``; summed in float32.
 
-    Row i belongs to slot ``slots_N[i]``, see ``gather_tokens``. The weight of each slot,
-    ``weights_TK``, is rounded to the dtype of the rows.
+    Row i belongs to slot ``slots_N[i]``. ``weights_TK`` is rounded to the dtype of the rows.
     """
     return _CombineTokens.apply(  # pyright: ignore[reportReturnType]
         rows_ND, weights_TK, slots_N, inverse_N

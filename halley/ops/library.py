@@ -89,13 +89,11 @@ def _opaque(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a call can skip the dispatcher: no subclass, grad mode off, not compiling."""
     is_traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
     return type(tensor) is torch.Tensor and not is_traced
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-    """Save all inputs of an operator for its backward; all are tensors."""
     ctx.save_for_backward(*inputs)
 
 

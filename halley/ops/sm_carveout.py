@@ -47,8 +47,7 @@ def _gemm_with_carveout(
 ) -> torch.Tensor:
     """Return ``left @ right``, plus ``bias`` if dense; a GPU kernel leaves ``num_sms`` SMs free.
 
-    With ``ends``, the end of each group, int32, it is a grouped GEMM as ``F.grouped_mm`` computes
-    it, without bias; else a dense one, whose rows get the bias if there is one.
+    With ``ends``, the end of each group, int32, it is a grouped GEMM without bias, else dense.
     """
     with sm_carveout(num_sms if left.is_cuda else 0):
         if ends is not None:

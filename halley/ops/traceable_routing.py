@@ -3,8 +3,6 @@
 For code that ``torch.compile`` traces into one graph. Each step is one node, so a compiler pass can
 recognise it. ``take_slots`` continues from the counts of earlier tokens, so a batch can be split
 into microbatches; ``take_slots_by_weight`` ranks all tokens of the batch.
-
-Numbers of rows may be symbolic sizes. Eager code moves rows with ``expert_rows.py``.
 """
 
 import torch
@@ -17,9 +15,8 @@ def _sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
     """Return slots (token, choice) sorted by expert, then token, and each expert's number of slots.
 
     Dropped slots come last and are not counted. Returns slots ``t * K + k``, int64 ``(T * K,)``,
-    and counts, int64 ``(E,)``.
-
-    Example: idx [[0, 2], [2, -1]] and 4 experts give slots 0, 1, 2, 3 and counts [1, 0, 2, 0].
+    and counts, int64 ``(E,)``. Example: idx [[0, 2], [2, -1]] and 4 experts give slots 0, 1, 2, 3
+    and counts [1, 0, 2, 0].
     """
     if takes_kernels(topk_idx):
         from halley.ops.kernels import route
@@ -38,14 +35,11 @@ def _take_slots(
     ``used`` is the number of slots that earlier tokens requested from each expert, int64 ``(E,)``;
     ``limit`` includes their slots. Microbatches that pass ``used`` on keep the same slots as the
     full batch only with top-1 routing: first choices of a later microbatch would come after second
-    choices of an earlier one.
-
-    Returns whether each slot is kept, bool ``(T, K)``; and ``used`` plus the numbers of requested
-    slots, kept or not.
+    choices of an earlier one. Returns whether each slot is kept, bool ``(T, K)``; and ``used`` plus
+    the numbers of requested slots, kept or not.
 
     Source: GShard (arXiv:2006.16668), algorithm 1. Passing the counter from one microbatch to the
     next is from Lancet (arXiv:2404.19429), section 5.
-
     Example: with limit 2 and used [1, 0], idx [[0], [0], [1]] gives kept [[True], [False], [True]]
     and used [3, 1].
     """
@@ -67,12 +61,9 @@ def _take_slots_by_weight(
 ) -> torch.Tensor:
     """Return which slots each expert keeps, by choice, then by the token's largest weight.
 
-    The priority of a token is its largest weight. First choices of all tokens come before second
-    choices; within a choice, tokens are in order of decreasing priority, then of index. Returns
-    whether each slot is kept, bool ``(T, K)``.
+    Tokens of equal weight are in order of index. Returns whether a slot is kept, bool ``(T, K)``.
 
     Source: Batch prioritized routing (arXiv:2106.05974), section 4.
-
     Example: idx [[0], [0], [0]] with weights [[.5], [.9], [.7]] and limit 2 keeps tokens 1 and 2.
     """
     order = weights.amax(dim=1).argsort(descending=True, stable=True)
@@ -135,7 +126,6 @@ def _combine_rows_backward(
 
 
 def _by_slot(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return expert rows in order of (token, choice) slots, with zeros for slots without a row."""
     out = rows.new_zeros(slots.shape[0], rows.shape[1])
     return out.index_copy_(0, _first(slots, rows.shape[0]), rows)
 
@@ -155,9 +145,7 @@ def _group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]
     """Return the order of received rows by expert, its inverse, expert ends, and counts ``(L, W)``.
 
     Rows arrive sorted by source rank, then expert: ``counts`` rows of each, int64 ``(W, L)``, in
-    total ``num_rows``. Returns the order by expert, the inverse permutation, int64 ``(R,)`` each,
-    the end of each expert's rows, int32 ``(L,)``, and the counts as ``(L, W)``.
-
+    total ``num_rows``. The order and its inverse are int64 ``(R,)``, the ends int32 ``(L,)``.
     Example: counts [[1, 2], [1, 0]] describe the rows s0e0 s0e1 s0e1 s1e0 (source rank, expert).
     The order by expert is 0, 3, 1, 2, and the rows of the experts end at 2 and 4.
     """

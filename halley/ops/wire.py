@@ -42,8 +42,7 @@ class Wire:
     the words contain one float32 scale for each 128 columns.
 
     Received rows are padded by rows without experts, because layers are recorded and compiled for
-    each number of rows, and the number changes from step to step. ``group`` has the ranks of all
-    nodes.
+    each number of rows, and it changes from step to step. ``group`` has the ranks of all nodes.
     """
 
     def __init__(
@@ -84,10 +83,7 @@ class Wire:
         return x_RD, self.tables.keep_own(routing)
 
     def return_sums(self, y_RD: torch.Tensor, *, chunk: int) -> torch.Tensor:
-        """Start to send back a chunk's partial sums; return an input of ``add_returned``.
-
-        The sums go to the nodes of the tokens. The padding of ``receive_rows`` is not sent.
-        """
+        """Start to send back a chunk's partial sums; return an input of ``add_returned``."""
         return _ReturnSums.apply(y_RD, self, chunk)  # pyright: ignore[reportReturnType]
 
     def add_returned(
@@ -95,8 +91,7 @@ class Wire:
     ) -> torch.Tensor:
         """Wait for all partial sums; return each token's sum over the nodes, rounded once.
 
-        ``y_own_TD`` are the partial sums of this rank's tokens by the experts of its own node, and
-        ``returned`` the results of ``return_sums`` for all chunks.
+        ``y_own_TD`` are sums by this node's experts, ``returned`` are results of ``return_sums``.
         """
         return _AddReturned.apply(y_own_TD, self, *returned)  # pyright: ignore[reportReturnType]
 
@@ -174,8 +169,7 @@ def _sum_nodes(
 ) -> torch.Tensor:
     """Return the sum of each token's rows from all nodes, rounded once.
 
-    ``rows_SX`` are the rows of ``finish_to_tokens``, as ``Crossing`` sorts them, then one
-    more. ``own_TX`` are rows that this node computed, if any.
+    ``rows_SX`` is from ``finish_to_tokens``. ``own_TX`` are rows that this node computed, if any.
     """
     row_TN, own_node = wire.crossing.row_TN, wire.tables.nodes.node
     if row_TN is None:
@@ -192,8 +186,6 @@ def _sum_nodes(
 
 
 class _SendRows(torch.autograd.Function):
-    """Autograd node: start to send token rows to other nodes; backward waits for gradients."""
-
     @staticmethod
     def forward(ctx, x_TD, weights_TK, idx_TK, wire):
         ctx.wire, ctx.dtypes = wire, (x_TD.dtype, weights_TK.dtype)
@@ -229,8 +221,6 @@ class _SendRows(torch.autograd.Function):
 
 
 class _ReceiveRows(torch.autograd.Function):
-    """Autograd node: wait for a chunk's rows and routing; backward starts to return gradients."""
-
     @staticmethod
     def forward(ctx, started, wire, chunk):
         ctx.wire, ctx.chunk = wire, chunk
@@ -259,8 +249,6 @@ class _ReceiveRows(torch.autograd.Function):
 
 
 class _ReturnSums(torch.autograd.Function):
-    """Autograd node: start to return partial sums of a chunk; backward waits for gradients."""
-
     @staticmethod
     def forward(ctx, y_RD, wire, chunk):
         ctx.wire, ctx.chunk = wire, chunk
@@ -274,8 +262,6 @@ class _ReturnSums(torch.autograd.Function):
 
 
 class _AddReturned(torch.autograd.Function):
-    """Autograd node: wait for all partial sums and add; backward starts to send gradients."""
-
     @staticmethod
     def forward(ctx, y_own_TD, wire, *_):
         ctx.wire = wire

@@ -60,14 +60,12 @@ def plan_layouts(
     """Return all layouts, those that fit the memory first, each part from fastest to slowest.
 
     Routing is balanced and tensors are bfloat16. The reduction of gradients is taken to use the
-    time in which the network is idle; it is exposed where it takes longer than that.
+    time in which the network is idle; it is exposed where it takes longer than that. Raises a
+    ``ValueError`` if no number of ranks of the cluster divides the experts evenly.
 
     Args:
         num_tokens: of a rank, in one microbatch.
         num_microbatches: microbatches of a step, which reduces the gradients once.
-
-    Raises:
-        ValueError: no number of ranks of the cluster divides the experts evenly.
     """
     layouts = [
         _predict(model, cluster, sizes, strategy, tasks, num_microbatches)
@@ -132,7 +130,6 @@ def _list_sizes(model: ModelConfig, cluster: Cluster) -> Iterator[tuple[int, int
 def _list_strategies(
     model: ModelConfig, cluster: Cluster, sizes: tuple[int, int], num_tokens: int
 ) -> Iterator[tuple[str, list[Task]]]:
-    """Yield each strategy for experts spread over these numbers of ranks, and its tasks."""
     ep_size, tp_size = sizes
     hardware, local = cluster.hardware, cluster.ranks_per_node
     num_nodes = max(1, ep_size // local)

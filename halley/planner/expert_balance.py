@@ -56,8 +56,7 @@ def plan_placement(counts_E: Sequence[float], *, num_ranks: int, spare: int) -> 
 def check_spare(num_experts: int, *, num_ranks: int, spare: int) -> int:
     """Return how many experts a rank holds without spare slots, ``ceil(E / W)``; check the numbers.
 
-    A ``ValueError`` means that a number is out of range, or that a rank would hold more experts
-    than there are.
+    Raises a ``ValueError`` if a number is out of range, or ``ceil(E / W) + spare`` is more than E.
     """
     for name, number, least in (("ranks", num_ranks, 1), ("spare", spare, 0)):
         if number < least:

@@ -94,9 +94,7 @@ def compile_step(
 ) -> tuple[MoETransformer, Callable[[torch.Tensor], None]]:
     """Return a run's model, and a function that runs its compiled forward and backward.
 
-    Returns:
-        The model, whose weights have no values yet, and a function that runs forward and backward
-        on tokens (B, S). The first call of the function compiles both graphs.
+    The weights have no values yet. The function takes tokens (B, S); its first call compiles them.
     """
     model = MoETransformer(
         config.model,

@@ -65,10 +65,7 @@ def plan_strategies(
 ) -> StepPlan:
     """Return the fastest plan found, by predicted time; the process must have no process group.
 
-    Args:
-        problems: the result of ``find_problems``.
-        on_progress: called before each trace with a text, the traces done, and 0 (total unknown).
-        options: other options of ``plan_graphs``.
+    ``problems`` is a result of ``find_problems``. ``options`` are other options of ``plan_graphs``.
     """
     candidates = _WITHOUT_PASSES if config.passes == "none" else _IN_GRAPHS
     problems = {name: why for name, why in problems.items() if name in candidates}
@@ -122,11 +119,9 @@ def choose_strategies(
     """Return a strategy for each MoE layer, by a local search for the least predicted time.
 
     The search starts with the best single strategy for all layers. It then changes one of three
-    roles: the first layer, all inner layers, or the last layer. It stops when no change of one role
-    makes the step faster. The first and the last layer have their own roles, because less other
-    computation can overlap their all-to-alls.
-
-    ``predict`` returns the microseconds of a step, given the strategy of each layer.
+    roles: the first layer, all inner layers, or the last layer. The first and the last layer have
+    their own roles, because less other computation can overlap their all-to-alls. ``predict``
+    returns the microseconds of a step, given the strategy of each layer.
     """
     num_roles = min(num_layers, _MOST_ROLES)
 

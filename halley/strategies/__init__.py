@@ -1,5 +1,4 @@
 """Strategies: ways to run routed experts under expert parallelism, behind one interface.
 
-Start with ``base.py`` (the interface), then ``all_to_all.py`` (the baseline). ``registry.py``
-builds strategies by name.
+Start with ``base.py``, then ``all_to_all.py``. ``registry.py`` builds strategies by name.
 """

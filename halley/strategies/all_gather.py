@@ -93,7 +93,6 @@ class AllGatherStrategy(AbstractStrategy):
         return all_gather_tasks(shape, predictor)
 
     def _max_tokens(self, num_tokens: int, device: torch.device) -> int:
-        """Return the largest number of tokens that any rank of the group has."""
         if self.group is None:
             return num_tokens
         largest = torch.tensor(num_tokens, device=device)

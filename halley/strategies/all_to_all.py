@@ -1,8 +1,7 @@
 """Run experts between two all-to-alls: sort, dispatch, grouped GEMMs, combine, weighted sum.
 
-With one chunk, one step follows the other. This is the strategy "sequential", the baseline of all
-measurements. With several chunks, the all-to-alls of one chunk run while another chunk computes.
-This is the strategy "chunked".
+With one chunk, this is the strategy "sequential", the baseline of all measurements. With several,
+it is the strategy "chunked": the all-to-alls of one chunk run while another chunk computes.
 
 A chunk is a range of each rank's local experts. All rows of an expert are in one chunk, so each
 weight is read once and the result equals that of one chunk bit for bit. Tutel and FasterMoE split
@@ -122,7 +121,6 @@ class AllToAllStrategy(AbstractStrategy):
         return all_to_all_tasks(shape, predictor, num_chunks=num_chunks)
 
     def _choose(self, starts_WE1: np.ndarray, *, top_k: int, experts: Experts) -> int:
-        """Return the number of chunks, fixed or predicted to be fastest; the same on all ranks."""
         if self.num_chunks:
             return self.num_chunks
         num_tokens = int(starts_WE1[:, -1].sum()) // (self.ep_size * top_k)
@@ -159,8 +157,7 @@ def run_all_to_all(
 
     Args:
         x_TD, routing: tokens of this rank, with global expert ids.
-        split_experts: takes the number of local experts of each chunk; returns one function for
-            each chunk.
+        split_experts: takes each chunk's number of local experts; returns a function for each.
         num_local: L, the same on all ranks.
         choose_num_chunks: takes the routing table, ``(W, E + 1)``; returns the number of chunks.
             None for one chunk: then the rows are gathered before the host has read the table.
@@ -207,10 +204,7 @@ def _run_one_chunk(
     group: dist.ProcessGroup | None,
     recorder: Recorder,
 ) -> torch.Tensor:
-    """Dispatch, run experts and combine, in one chunk; return each row's output, 0 if dropped.
-
-    Dropped rows come last. They are not sent, and their output is zero.
-    """
+    """Dispatch, run experts and combine, in one chunk; return each row's output, 0 if dropped."""
     (plan,), (compute,) = plans, experts
     num_dropped = rows_ND.shape[0] - plan.num_send
     sent_ND = rows_ND[: plan.num_send] if num_dropped else rows_ND
@@ -273,7 +267,6 @@ def _build_exchanges(
     recorder: Recorder,
     returned: torch.Tensor | None = None,
 ) -> tuple[Exchange, Exchange]:
-    """Return a chunk's dispatch and combine; combine receives into ``returned``, if it is given."""
     exchange = partial(Exchange, group=group, recorder=recorder)
     there, back = plan.send_splits, plan.recv_splits
     dispatch = exchange(name="dispatch", send_splits=there, recv_splits=back)

@@ -1,8 +1,6 @@
 """Strategy "auto": measure usable candidates in the first call of a kind of layer, use the fastest.
 
-A kind of layer is a combination of sizes and options, with or without gradients. A candidate with a
-problem or without memory is skipped. If symmetric memory is missing for "fused", "chunked" is taken
-unmeasured.
+A kind of layer is a combination of sizes and options, with or without gradients.
 """
 
 import time

@@ -1,8 +1,4 @@
-"""The interface of strategies, and the checks and helpers that strategies share.
-
-A strategy runs routed experts that are spread over ranks. ``forward`` does the work of a layer, and
-``tasks`` lists the same work for the simulator.
-"""
+"""The interface of strategies, and the checks and helpers that strategies share."""
 
 import abc
 from collections.abc import Callable
@@ -126,8 +122,7 @@ class Lockstep:
 
     Collectives that do not match abort the process, hang, or return wrong numbers. Each new kind of
     layer is therefore compared across ranks before its first collective. Over gloo, where a
-    mismatch in size aborts the process, the order of all passes is compared too. Messages contain
-    the name ``strategy``.
+    mismatch in size aborts the process, the order of all passes is compared too.
     """
 
     def __init__(self, strategy: str, *, group: dist.ProcessGroup | None, tp_size: int) -> None:
@@ -139,9 +134,8 @@ class Lockstep:
     def begin(self, x_TD: torch.Tensor, experts: Experts, **values: object) -> None:
         """Compare a layer across ranks before forward; a collective for new kinds, or over gloo.
 
-        Does nothing while ``torch.compile`` traces. ``values`` are further values that must be the
-        same on all ranks, by name. Different kinds of layers are a ``ValueError`` on all ranks, a
-        missing rank or one in another pass is a ``RuntimeError``.
+        ``values`` must be the same on all ranks too. Different kinds of layers are a ``ValueError``
+        on all ranks, a missing rank or one in another pass is a ``RuntimeError``.
         """
         if self._group is None or torch.compiler.is_compiling():
             return

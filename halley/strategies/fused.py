@@ -264,7 +264,6 @@ def fused_tasks(
     def run_pass(
         suffix: str, first: tuple[str, float], second: tuple[str, float], *, needs: str
     ) -> list[Task]:
-        """Return tasks of a pass without weight gradients; its GEMMs are given by name and time."""
         fetch = f"dispatch{suffix}"
         share_us = link_us / (num_sources - num_own or 1)
         tasks = [

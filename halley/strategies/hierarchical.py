@@ -49,8 +49,7 @@ class HierarchicalStrategy(AbstractStrategy):
     """Run routed experts across nodes; send each token at most once to each other node.
 
     Args:
-        group: the ranks over which the experts are spread; None for a single rank.
-        nodes: the same ranks as nodes of equal size.
+        nodes: the ranks of ``group``, as nodes of equal size.
         inner: the strategy over ``nodes.local``, for the experts of one node.
         has_fixed_sizes: True sends every token to every node, in messages of the largest number of
             tokens of a rank in the first call. The host reads no counts, so that a CUDA graph can
@@ -160,7 +159,6 @@ class HierarchicalStrategy(AbstractStrategy):
         return x_TD, Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK), crossing
 
     def _count_experts(self, experts: Experts) -> int:
-        """Return the number of experts of one node, from those of one rank."""
         return experts.num_local_experts * self.nodes.ranks_per_node // self.tp_size
 
 
@@ -175,8 +173,7 @@ def _run_parts(
 ) -> torch.Tensor:
     """Run own and received tokens in a pipeline's order; return own tokens' sums over all nodes.
 
-    ``run`` runs a part of the tokens on the experts of this node, ``own`` is the routing of this
-    rank's tokens inside the node, and ``started`` are the results of ``Wire.send_rows``.
+    ``own`` is the routing of own tokens in this node, ``started`` the result of ``Wire.send_rows``.
     """
     num_tokens = x_TD.shape[0]
     ends = [round(num_tokens * end) for end in accumulate(part.own for part in pipeline.parts)]

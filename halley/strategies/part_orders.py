@@ -1,8 +1,4 @@
-"""Define in which orders a layer across nodes computes and exchanges; list its simulator tasks.
-
-The strategy ``hierarchical`` divides the tokens into parts. Each part is one call of its inner
-strategy, which works inside one node.
-"""
+"""Define in which orders a layer across nodes computes and exchanges; list its simulator tasks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,9 +16,7 @@ class Part:
     """The tokens of one call of the inner strategy, which works inside one node."""
 
     own: float = 0.0  # fraction of this rank's tokens that are in the part
-    chunk: int | None = (
-        None  # number of the chunk of tokens from other nodes, if one is in the part
-    )
+    chunk: int | None = None  # number of the chunk of tokens from other nodes in it, if any
 
 
 @dataclass(frozen=True)
@@ -88,9 +82,7 @@ def list_tasks(
             after=listed[-1].name,
             suffix=".backward" if backward else "",
         )
-    weights = _list_part(shape, 1.0, predictor, num_nodes, inner)[
-        2
-    ]  # weight gradients of all parts
+    weights = _list_part(shape, 1.0, predictor, num_nodes, inner)[2]  # of all parts
     weights_us = sum(task.duration_us for task in weights)
     # Weight gradients precede the last task, which waits for token gradients from other nodes.
     listed.insert(len(listed) - 1, compute_task("weights", weights_us, needs=()))
@@ -129,8 +121,7 @@ def _list_pass(
 ) -> list[Task]:
     """Return simulator tasks of forward or backward: parts, exchanges beside them, final sum.
 
-    ``parts`` are the tasks of each part, and ``chunks`` the chunk of tokens from other nodes that
-    it receives, or None. ``after`` is the name of the task before the first of them.
+    ``chunks`` has each ``Part.chunk``. ``after`` is the name of the task before the first of them.
     """
     listed: list[Task] = []
     for chunk in chunks:

@@ -3,8 +3,6 @@
 ``all_to_all`` reads the routing table with numpy, which breaks a graph in two at each layer. Here,
 a functional collective exchanges the counts, and the splits of the all-to-alls are symbolic sizes.
 The two are written separately, because in eager mode traceable operators cost time on the host.
-
-``run_on_one_rank`` is the same for a single rank. It exchanges nothing, so no size depends on data.
 """
 
 from contextlib import nullcontext
@@ -38,10 +36,8 @@ class TraceableStrategy(AbstractStrategy):
     """Run experts between two functional all-to-alls, in code that ``torch.compile`` can trace.
 
     To compile a model in one graph, set ``torch._dynamo.config.capture_scalar_outputs``, as
-    ``halley.compile`` does.
-
-    With ``fixed_sizes``, a rank sends as many rows for each expert as its capacity, so the host
-    reads no counts. Then routers must have a capacity, and it must be the same on all ranks.
+    ``halley.compile`` does. With ``fixed_sizes``, a rank sends as many rows for each expert as its
+    capacity, so the host reads no counts. Then routers need a capacity, the same on all ranks.
     """
 
     def __init__(

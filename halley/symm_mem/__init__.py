@@ -1,5 +1,4 @@
 """Symmetric memory: each tensor has one copy per rank, and every rank can address all copies.
 
-``heap.py`` has the interface, and its implementations on CPUs and on GPUs. ``access.py`` finds out
-whether ranks can address each other's memory at all.
+``heap.py`` has the interface, and its implementations on CPUs and on GPUs.
 """

@@ -53,8 +53,9 @@ class SymmTensor:
 class AbstractSymmHeap(abc.ABC):
     """Allocates symmetric tensors for the ranks of one group.
 
-    All public methods are collectives: all ranks call them in the same order. A subclass defines
-    how memory is allocated and how ranks wait for each other.
+    All public methods and constructors are collectives: all ranks call them in the same order.
+    ``group`` is None for a single process. The constructors of subclasses raise ``RuntimeError`` if
+    ranks cannot address each other's memory.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -175,10 +176,7 @@ class SharedHeap(AbstractSymmHeap):
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Create the heap of a gloo group, or of a single process (``group`` None). Collective.
-
-        Ranks that share no memory are a ``RuntimeError``.
-        """
+        """Create the heap of a gloo group, or of a single process (``group`` None). Collective."""
         super().__init__(group, torch.device("cpu"))
         if problem := peer_access(group, self.device):
             raise RuntimeError(f"no symmetric memory: {problem}")
@@ -206,11 +204,9 @@ class SharedHeap(AbstractSymmHeap):
 
 @contextmanager
 def _open_segment(num_bytes: int) -> Iterator[int]:
-    """Yield the descriptor of a new, unnamed shared-memory file of ``num_bytes`` zeros."""
     file = os.open(SHM, os.O_TMPFILE | os.O_RDWR, 0o600)
     try:
-        # Allocate the pages now. Otherwise, with full memory, the first store to a page would end
-        # the process with SIGBUS.
+        # Allocate now: with full memory, the first store to a page would raise SIGBUS.
         os.posix_fallocate(file, 0, num_bytes)
         yield file
     finally:
@@ -234,10 +230,6 @@ class CudaHeap(AbstractSymmHeap):
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
-        """Create the heap of a group whose ranks have GPUs, or of one process (None). Collective.
-
-        GPUs that cannot address each other's memory are a ``RuntimeError``.
-        """
         device = torch.device(device)
         index = torch.cuda.current_device() if device.index is None else device.index
         super().__init__(group, torch.device("cuda", index))
@@ -249,7 +241,6 @@ class CudaHeap(AbstractSymmHeap):
             self._token = torch.zeros(1, dtype=torch.int32, device=self.device)
 
     def barrier(self) -> None:
-        """Wait until all ranks have called this and ended earlier work of their current streams."""
         if self._group is not None:
             # all_reduce runs after the earlier work of the current stream. dist.barrier may choose
             # another device and stream, depending on earlier collectives of the group.

@@ -57,8 +57,7 @@ def check_memory(
 ) -> None:
     """Raise ``ValueError`` if weights, tokens, outputs and token copies exceed ``memory_bytes``.
 
-    A rank has ``memory_bytes``. With ``backward``, gradients of the same size are added. Other
-    buffers are not counted. Wrong sizes of a layer are a ``ValueError`` as well.
+    ``backward`` adds gradients of the same size. Wrong sizes of a layer are a ``ValueError`` too.
     """
     for case in cases:
         moe, hidden = case.model.moe, case.model.hidden_size
@@ -92,7 +91,6 @@ def build_candidates(
         workspaces: buffers that all strategies with Triton kernels share.
         bounded: the same with ``max_load``. If given, each of these strategies, and each one across
             nodes, gets a second candidate with the setting "graph", which runs as a CUDA graph.
-        max_load: that of ``bounded``.
     """
     num_local = check_experts(case, ep_size=groups.ep_size, tp_size=groups.tp_size)
     where = {"group": groups.ep, "recorder": recorder, "device": device, "tp_size": groups.tp_size}
@@ -119,8 +117,7 @@ def build_candidates(
 def compile_ahead(strategies: Sequence[AbstractStrategy], tensors: LayerTensors) -> None:
     """Compile the GPU kernels of fused and unfused strategies before the first run; a collective.
 
-    Each rank compiles some of the kernels and finds the others in Triton's cache. Without this
-    step, every rank would compile all kernels. On a CPU, nothing is compiled.
+    Each rank compiles some of the kernels and finds the others in Triton's cache.
     """
     if not tensors.x_TD.is_cuda:
         return
@@ -147,8 +144,7 @@ _BLOCK_M = 128
 def bound_gemms(tensors: LayerTensors) -> dict[str, Callable[[], None]]:
     """Return functions, by name, that each run the two grouped GEMMs of a forward pass alone.
 
-    The faster one gives the lower bound. The rows are random, and as many as the experts of this
-    rank receive. One function uses torch. On GPUs, another uses Halley's kernel.
+    The faster one gives the lower bound. There are as many rows as this rank's experts receive.
     """
     experts, groups = tensors.experts, tensors.groups
     first = groups.ep_rank // groups.tp_size * experts.num_local_experts
@@ -170,7 +166,6 @@ def bound_gemms(tensors: LayerTensors) -> dict[str, Callable[[], None]]:
 
 
 def _triton_gemms(counts_L: torch.Tensor, tensors: LayerTensors) -> Callable[[], None]:
-    """Return a function for both forward GEMMs by Halley's kernel, with rows padded per expert."""
     # Imported here so that commands without kernels also run where Triton is missing.
     from halley.ops.kernels.grouped_gemm import grouped_gemm
     from halley.ops.kernels.tiles import GemmTile
@@ -217,9 +212,8 @@ def wire_us(tensors: LayerTensors, *, link_bytes_per_s: float) -> float:
     """Return a dispatch's least time in us, by the most loaded rank's link. Call it on all ranks.
 
     Combine needs the same time: it returns one row per (token, destination rank). A token is sent
-    once to each destination rank, even if several of its experts are there. It is sent to every
-    rank of a tensor-parallel group. The larger of the sent and the received bytes counts, because
-    links work in both directions at once.
+    once to each destination rank, even if several of its experts are there. The larger of the sent
+    and the received bytes counts, because links work in both directions at once.
     """
     groups = tensors.groups
     if groups.ep is None:

@@ -56,10 +56,8 @@ def draw_timelines(timelines: Mapping[str, Sequence[Span]], path: str | Path) ->
 
     Spans that overlap in a stream other than "compute" get further lanes. Exposed waits are drawn
     in the lane "compute". If a rank has no spans of the stream "exposed", its communication counts
-    as exposed while no computation of it runs. Each timeline is shifted to start at zero.
-
-    Raises:
-        ValueError: a timeline has no span.
+    as exposed while no computation of it runs. Each timeline is shifted to start at zero. A
+    timeline without spans is a ``ValueError``.
     """
     from matplotlib.patches import Patch
 
@@ -90,10 +88,8 @@ def draw_layer_bench(rows: Sequence[Row], path: Path) -> None:
 
     A bar is the median of one strategy, with the 10th and 90th percentiles. The label above it
     shows the median, and the lower bound in percent of the median. The result lines differ in
-    model, tokens, strategy and direction only. Those without a time (wrong values) are ignored.
-
-    Raises:
-        ValueError: no line has a time, or there are too many strategies.
+    model, tokens, strategy and direction only. Those without a time (wrong values) are ignored. A
+    ``ValueError`` means that no line has a time, or that there are too many strategies.
     """
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -128,8 +124,7 @@ def draw_layer_bench(rows: Sequence[Row], path: Path) -> None:
 def draw_sweeps(found: "Sequence[TunedConfig]", path: Path) -> None:
     """Draw the change of a layer's time by each measured setting, in %: a PNG, a panel per layer.
 
-    Raises:
-        ValueError: no setting was measured.
+    A ``ValueError`` means that no setting was measured.
     """
     panels = [(each, lines) for each in found if (lines := gains(each))]
     if not panels:
@@ -189,7 +184,6 @@ def _draw_legend(figure: "Figure", handles: Sequence["Artist"]) -> None:
 
 
 def _strip_axes(axes: "Axes") -> None:
-    """Remove the tick marks and the frame of axes, except its line at the bottom."""
     axes.set_axisbelow(True)
     axes.tick_params(length=0, labelsize=FONT_PT, labelcolor=INK)
     for side in ("top", "right", "left"):
@@ -198,7 +192,6 @@ def _strip_axes(axes: "Axes") -> None:
 
 
 def _lay_out(title: str, spans: Sequence[Span]) -> list[_Lane]:
-    """Return a timeline's lanes, top to bottom; all bars are shifted, so the earliest is at 0."""
     if not spans:
         raise ValueError(f"timelines[{title!r}] (0 spans) must hold at least one")
     zero_us = min(span.start_us for span in spans)
@@ -253,7 +246,6 @@ def _kind(stream: str) -> str:
 
 
 def _split_exposed(comm: Span, exposed: list[Interval]) -> list[Span]:
-    """Split a communication span into pieces of the streams "comm" (hidden) and "exposed"."""
     interval = [(comm.start_us, comm.end_us)]
     hidden = subtract(interval, exposed)
     return [
@@ -298,7 +290,6 @@ def _extent_ms(bar: Span) -> Interval:
 
 
 def _label_bars(axes: "Axes", lanes: list[_Lane]) -> None:
-    """Write a short name of each span into its bar, if the bar is wide enough."""
     pixels_per_ms = axes.get_window_extent().width / axes.get_xlim()[1]
     for bar, y in ((bar, lane.y) for lane in lanes for bar in lane.bars):
         start_ms, duration_ms = _extent_ms(bar)

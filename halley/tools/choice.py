@@ -61,13 +61,9 @@ def choose_strategy(
 ) -> LayerChoice:
     """Run "auto" on a layer, forward only; return its choice and the memory of fused; a collective.
 
-    On a CPU, ``fused`` is no candidate: the interpreter would run its kernels for minutes.
-    ``on_progress`` is called before the weights are drawn, and before each run of a candidate.
-
-    Raises:
-        ValueError: the experts do not divide over the ranks.
-        RuntimeError: a candidate failed.
-        MemoryError: a rank has too little memory for the buffers.
+    On a CPU, ``fused`` is no candidate: the interpreter would run its kernels for minutes. A
+    ``ValueError`` means that the experts do not divide over the ranks, a ``RuntimeError`` that a
+    candidate failed, a ``MemoryError`` that a rank has too little memory for the buffers.
     """
     # Imported here so that commands without kernels also run where Triton is missing.
     from halley.fused.buffers import Workspaces
@@ -130,10 +126,7 @@ def measure_buffers(workspace: "Workspace") -> dict[str, float]:
 def _predict_memory(
     workspace: "Workspace", shape: LayerShape, groups: ParallelGroups
 ) -> dict[str, LayerMemory]:
-    """Return the predicted memory of a fused layer by value of ``save``; a collective.
-
-    It assumes the most rows and the most token copies that the last pass had on any rank.
-    """
+    """Return the predicted memory of a fused layer by value of ``save``; a collective."""
     # Imported here so that commands without kernels also run where Triton is missing.
     from halley.fused.kernels.launches import num_dweight_columns
     from halley.fused.kernels.layout import TASK_ROWS
@@ -166,7 +159,6 @@ def layer_memory(
 
     Args:
         shape: the layer with the tokens of this rank.
-        save: the activations that are saved for backward.
         capacity_rows: rows that forward allocates for its experts before it knows the exact number.
         num_rows: rows that are allocated once the number is known.
         num_copies: token copies that are fetched, with the spare capacity of forward.
@@ -191,9 +183,7 @@ def layer_memory(
     else:
         saved += copies if save == "inputs" else 0
         recomputed_rows, recomputed_pre, recomputed_activations = rows, pre, activations
-    forward = (
-        saved + capacity_rows * activation_bytes + tokens
-    )  # the output has the size of the tokens
+    forward = saved + capacity_rows * activation_bytes + tokens  # the output has the tokens' size
     at_start = saved + tokens + recomputed_rows  # the output's gradient is as large as ``tokens``
     # With save="inputs", backward frees the token copies when it has recomputed the rows.
     until_end = at_start - (copies if save == "inputs" else 0)

@@ -216,7 +216,6 @@ def _smi_indices() -> dict[int, int]:
 
 
 def _ask_smi(*arguments: str) -> str:
-    """Return the output of nvidia-smi, or "" if it is missing or fails."""
     command = ["nvidia-smi", *arguments]
     try:
         done = subprocess.run(

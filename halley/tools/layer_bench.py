@@ -64,15 +64,14 @@ def bench_layer(
 ) -> list[Row]:
     """Measure one MoE layer; return a result line per strategy and direction; a collective.
 
+    A ``ValueError`` means that the experts do not divide over the ranks.
+
     Args:
         candidates: the result of ``build_candidates`` for the same groups and recorder. Of several
             settings of one strategy, the fastest is measured. The key "bit_equal" tells whether the
             bits are those of the first candidate with the same GEMM implementation.
         link_bytes_per_s: the result of ``measure_link``.
         num_samples: timed runs of each candidate.
-
-    Raises:
-        ValueError: the experts do not divide over the ranks.
     """
     tensors = make_tensors(case, groups, device=device, recorder=recorder)
     compile_ahead(list(candidates.values()), tensors)
@@ -116,8 +115,7 @@ def _hidden(row: Row, rows: list[Row], device: torch.device) -> float | None:
     """Return the time that ``fused`` saves over ``unfused`` as a fraction of wire time, or None.
 
     Above 1, the fraction is cut to 1, because ``fused`` also hides copies within the rank. It is
-    negative if ``fused`` is slower. It is None for lines of other strategies, if one of the two has
-    no time, and on a CPU, where the interpreter dominates the time.
+    None on a CPU, where the interpreter dominates the time.
     """
     same = [each for each in rows if each["direction"] == row["direction"]]
     unfused_us = {each["strategy"]: each["median_us"] for each in same}.get("unfused")
@@ -138,13 +136,10 @@ def _check_values(
 ) -> dict[str, tuple[float, bool]]:
     """Return each candidate's largest relative error, and whether its bits match; a collective.
 
-    The bits must be those of the first candidate with the same GEMM implementation. Forward without
-    gradients must also give the bits of forward with gradients.
+    Forward without gradients must also give the bits of forward with gradients.
     """
     expected, device = reference_outputs(tensors), tensors.x_TD.device
-    first: dict[
-        str, list[torch.Tensor]
-    ] = {}  # values of the first candidate, by GEMM implementation
+    first: dict[str, list[torch.Tensor]] = {}  # values of the first candidate, by ``strategy.gemm``
     results: dict[str, tuple[float, bool]] = {}
     for index, (name, strategy) in enumerate(candidates.items()):
         on_progress(index, len(candidates))
@@ -164,7 +159,6 @@ def _check_values(
 def _runner(
     name: str, strategy: AbstractStrategy, tensors: LayerTensors, direction: str
 ) -> Callable[[], object]:
-    """Return a function that runs a candidate once, as a CUDA graph if its setting is "graph"."""
     run = partial(outputs_of, strategy, tensors, backward=direction != "forward")
     is_graph = name.endswith(f" {GRAPH}")
     return captured(run, device=tensors.x_TD.device) if is_graph else run
@@ -218,7 +212,6 @@ def _untimed_keys(run: Callable[[], object], recorder: Recorder, tensors: LayerT
 
 
 def _symm_mib(strategy: AbstractStrategy) -> float | None:
-    """Return the MiB of symmetric memory in a strategy's ``workspaces``, or None without any."""
     is_auto = isinstance(strategy, AutoStrategy)
     num_bytes = 0
     for candidate in strategy.candidates.values() if is_auto else [strategy]:
@@ -297,12 +290,9 @@ def measure_layers(
 
     Args:
         strategies: names of strategies; "chunked" is measured with several numbers of chunks.
-        num_samples: timed runs of each candidate.
-        commit: written into the lines; None takes that of the working tree.
         max_load: if not 0, fused, unfused and strategies across nodes are also measured as CUDA
             graphs, with buffers for that many times the balanced load.
         case_name: the key "case" of the lines, which names their file.
-        on_progress: called with a text, the runs done and the total.
         on_rows: called on every rank after each case with the lines so far.
     """
     # Imported here so that commands without kernels also run where Triton is missing.

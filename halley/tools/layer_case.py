@@ -43,10 +43,6 @@ class LayerTensors:
     The last three attributes are None if the experts have the plain placement.
 
     Attributes:
-        groups: the ranks of the layer.
-        x_TD: tokens.
-        routing: the experts of each token.
-        experts: weights of this rank's experts.
         grad_TD: gradient of the layer's output.
         counts_WE: numbers of routed rows from each rank to each expert, or to each replica.
         placement: the experts of each rank, planned for the load.
@@ -94,10 +90,7 @@ def make_tensors(
     device: torch.device,
     recorder: Recorder | None = None,
 ) -> LayerTensors:
-    """Draw this rank's tokens, routing, weights and output gradient from the seed; a collective.
-
-    ``recorder`` records the waits for the gradients of replicas.
-    """
+    """Draw this rank's tokens, routing, weights and output gradient from the seed; a collective."""
     moe, rank = case.model.moe, groups.ep_rank
     # The routing is drawn on the CPU, so that it is the same for all kinds of devices.
     cpu_generator = torch.Generator().manual_seed(1_000_003 * case.seed + rank)
@@ -154,7 +147,6 @@ def _draw_experts(
     generator: torch.Generator,
     recorder: Recorder | None,
 ) -> GroupedExperts:
-    """Return this rank's experts with random weights, equal for all replicas of an expert."""
     moe, hidden = case.model.moe, case.model.hidden_size
     held = GroupedExperts(
         replace(moe, expert_bias=False),
@@ -210,7 +202,6 @@ def reference_outputs(tensors: LayerTensors) -> list[torch.Tensor]:
     local = placement.experts_WL[own_set]
 
     def run_experts(chosen: Sequence[int]) -> torch.Tensor:
-        """Return the weighted sum of outputs of ``chosen`` experts for the tokens of all ranks."""
         # Slots of other experts count as dropped. The last element stays DROPPED: the id -1 of a
         # dropped slot selects it.
         local_idx_E = torch.full((placement.num_experts + 1,), DROPPED, device=idx_AK.device)
@@ -266,8 +257,7 @@ def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
             f"value {tuple(value.shape)} must have the reference's shape {tuple(reference.shape)}"
         )
     difference = norm = 0.0
-    # The tensors are compared in slices: float64 copies of all expert weights would need too much
-    # memory.
+    # Compare in slices: float64 copies of all expert weights would need too much memory.
     values = torch.split(value.flatten(), _SLICE_SIZE)
     references = torch.split(reference.flatten(), _SLICE_SIZE)
     for found, expected in zip(values, references, strict=True):

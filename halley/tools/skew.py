@@ -16,13 +16,12 @@ def balanced_load(num_experts: int) -> torch.Tensor:
 def load_with_std(num_experts: int, *, std: float, top_k: int) -> torch.Tensor:
     """Return experts' shares of routed rows, decreasing linearly by expert id, with std ``std``.
 
-    A share lies between 0 and ``1 / top_k``, because a token chooses an expert at most once.
+    A share lies between 0 and ``1 / top_k``, because a token chooses an expert at most once. A
+    ``std`` that no linear load has is a ``ValueError``.
 
     Source: COMET (arXiv:2502.19811), Fig. 14, which measures imbalance as the standard deviation of
     the experts' shares of tokens. There, 0 is uniform, and 0.032 is the mean of a production
     cluster with 8 experts and top-2.
-
-    A ``std`` that no linear load has is a ``ValueError``.
     """
     ramp_E = torch.linspace(1.0, -1.0, num_experts, dtype=torch.float64)
     deviation = float(ramp_E.std(correction=0)) if num_experts > 1 else 1.0
@@ -113,12 +112,8 @@ def sample_routing(
     Source: W. G. Madow, "On the theory of systematic sampling, II", Ann. Math. Stat. 20 (1949).
 
     Args:
-        load_E: shares of the routed rows; they sum to 1.
+        load_E: shares of routed rows; they sum to 1. One above ``1 / top_k`` is a ``ValueError``.
         generator: on the CPU, so that the same seed gives the same routing on every device.
-        device: of the result.
-
-    Raises:
-        ValueError: a share is above ``1 / top_k``.
     """
     if float(load_E.max()) * top_k > 1.0 + 1e-9:
         raise ValueError(

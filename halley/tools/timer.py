@@ -72,7 +72,6 @@ def time_interleaved(
 
     Args:
         variants: callables by name; the same names in the same order on every rank.
-        device: the device that the variants use.
         num_samples, num_warmup: counted runs of each variant, and uncounted ones before them.
         group: as for ``start_together``.
         on_progress: called after each run with the runs done and the total, warm-up included.

@@ -48,7 +48,6 @@ def trace_step(
       parts (``halley::*``; of nested parts the innermost counts), and "other" for the rest.
 
     Args:
-        rank: the rank written into the spans.
         warmup: number of steps before; the last of them already runs under the profiler.
         group: as for ``start_together``.
     """
@@ -195,14 +194,10 @@ def measure_graphs(
     """Compile a model with passes and time its steps; return predictions, time, spans; collective.
 
     The graphs run in eager mode, on random tokens. Rank 0 measures the operators; all ranks measure
-    the all-to-alls. ``options`` are those of the compiler backend, which have been checked.
-
-    Returns:
-        Reports with predicted times of the forward and the backward graph, the microseconds of the
-        slowest rank (median over steps), and the spans of one step on this rank.
-
-    Raises:
-        RuntimeError: no graph of the step has an all-to-all.
+    the all-to-alls. ``options`` are those of the compiler backend. The result has reports with
+    predicted times of the forward and the backward graph, the microseconds of the slowest rank
+    (median over steps), and the spans of one step on this rank. A ``RuntimeError`` means that no
+    graph of the step has an all-to-all.
     """
     # Imported here, because torch's compiler takes seconds to import. ``halley.compiler`` is first:
     # it installs Halley's interpreter, which must happen before Dynamo imports Triton.

@@ -69,8 +69,6 @@ def save_checkpoint(
     Args:
         folder: the folder of one run's checkpoints; all ranks see the same folder.
         state: nested dicts of tensors and DTensors; plain tensors are the same on every rank.
-        step: training steps done.
-        keep: complete checkpoints to keep, with this one, at least 1.
         notes: values for the manifest, of types that JSON has.
 
     Raises:
@@ -240,8 +238,6 @@ def _step_of(path: Path) -> int:
 
 
 def _checksum_own_files(folder: Path, rank: int) -> dict[str, str]:
-    """Return the checksums, by name, of the files that DCP wrote into a folder on this rank."""
-
     def is_own(path: Path) -> bool:
         shard = _SHARD_NAME.fullmatch(path.name)
         return rank == (int(shard[1]) if shard else 0)

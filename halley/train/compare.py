@@ -45,8 +45,7 @@ def compare_strategies(
 ) -> dict[str, StepProfile]:
     """Time ``num_steps`` training steps of each strategy; return profiles by name. Collective.
 
-    Each strategy has its own model in memory, so that their steps can alternate. The strategy of
-    ``config`` is ignored. ``on_progress`` is called with the steps done and the total.
+    All models are in memory, so that their steps can alternate. ``config.strategy`` is ignored.
     """
     if any(name.partition(":")[0] in _INTERPRETED for name in strategies):
         # ``halley.interpreter`` must be imported before Triton, which torch's optimizers import.

@@ -117,8 +117,7 @@ class Corpus:
 class BatchLoader:
     """Reads the microbatches of one rank, for any step: tokens and targets, in shuffled order.
 
-    W microbatches on one rank have the same windows as one microbatch on each of W ranks:
-    microbatch m of the single rank is the microbatch of rank m.
+    W microbatches on one rank have the same windows as one microbatch on each of W ranks.
     """
 
     def __init__(self, corpus: Corpus, config: TrainConfig, *, rank: int, num_ranks: int) -> None:

@@ -77,10 +77,7 @@ def read_manifest(folder: Path) -> Manifest:
 def find_defect(
     folder: Path, name: str, record: FileRecord, *, by_size: bool = False
 ) -> str | None:
-    """Return in words how a checkpoint file differs from its record, or None if it does not.
-
-    The whole file is read, unless the comparison is only ``by_size``.
-    """
+    """Return in words how a checkpoint file differs from its record, or None if it does not."""
     path = folder / name
     if path.is_symlink() or not path.is_file():
         return f"{name} is missing"
@@ -98,9 +95,7 @@ def find_defect(
 def compute_checksum(path: Path) -> str:
     """Return XXH3-128, in hexadecimal, of a file or, above 64 MiB, of its segments' digests.
 
-    For a file of several segments of 64 MiB, it is the checksum of the segments' digests in order,
-    which threads compute. XXH3 detects accidental damage at memory speed; it does not protect from
-    forgery.
+    XXH3 detects accidental damage at memory speed; it does not protect from forgery.
     """
     starts = range(0, max(1, path.stat().st_size), _SEGMENT_BYTES)
     if len(starts) == 1:

@@ -104,7 +104,6 @@ class GradientBuckets:
             bucket.buffer = None
 
     def _on_autograd_gradient(self, name: str, parameter: torch.Tensor) -> None:
-        """Add ``parameter.grad``, unless it is None, to the parameter's bucket; set it to None."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
             self._add(name, gradient)
@@ -275,7 +274,6 @@ class ModelOptimizer:
         self.publish()
 
     def _moments(self, name: str) -> dict[str, torch.Tensor]:
-        """Return AdamW's step and moments of a master weight; create zeros if there are none."""
         master = self.masters[name]
         moments = self.torch_optimizer.state[master]
         if not moments:

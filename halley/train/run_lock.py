@@ -30,10 +30,7 @@ _MAX_BYTES = 4096
 
 @contextmanager
 def run_lock(folder: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]:
-    """Hold the lock of a run's output folder in the block; ``ValueError`` if another run has it.
-
-    If another process still holds it after ``patience_s``, a ValueError names that process.
-    """
+    """Hold the lock of a run's output folder in the block; ``ValueError`` if another run has it."""
     path = folder / LOCK_FILE
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)

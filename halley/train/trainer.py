@@ -213,7 +213,6 @@ def _check_resumable(config: RunConfig, path: Path, *, warn: bool) -> Manifest:
 
 
 def _set_aside(output: Path) -> None:
-    """Move an earlier run's files to a new folder, unless torchrun has restarted this process."""
     # torchrun restarts all ranks with --restart again: they continue from the newest checkpoint.
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return
@@ -226,7 +225,6 @@ def _set_aside(output: Path) -> None:
 
 
 def _flat(table: dict[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested tables by dotted names, such as "train.batch_size"."""
     values: dict[str, Any] = {}
     for name, value in table.items():
         if isinstance(value, dict):

@@ -23,13 +23,10 @@ FINE = StrategyState(
 )
 MACHINE = Machine(
     versions={"torch": "2.13.0", "triton": None},
-    packages={"matplotlib": "3.11.2", "safetensors": None},
-    devices=[H200, H200, CPU],
+    packages={"matplotlib": "3.11.2", "safetensors": None}, devices=[H200, H200, CPU],
     links=[Link(first=0, second=1, peer_access=True, kind="NVLink (NV18)")],
-    backends={"gloo": True, "nccl": True},
-    strategies=[FINE],
-    notes=[],
-)
+    backends={"gloo": True, "nccl": True}, strategies=[FINE], notes=[],
+)  # fmt: skip
 CHOICE = LayerChoice(
     model="tiny",
     num_tokens=64,

@@ -142,3 +142,8 @@ def test_example_runs_on_two_ranks() -> None:
     assert "(strategy chunked) in models loaded with ep_size above 1" in done.stderr
     assert "model.layers.1.mlp.experts: halley: sequential" in done.stdout
     assert done.stdout.endswith("8 experts on 2 ranks\n")
+
+
+def test_version_option_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"halley \d+\.\d+\.\d+\n", capsys.readouterr().out)

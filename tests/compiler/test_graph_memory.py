@@ -40,8 +40,7 @@ def test_operand_of_a_collective_lives_until_its_wait() -> None:
     _, wait = b.all_to_all(b.call(aten.neg.default, x), "a2a")
     other = b.call(aten.abs.default, x)
     live = LiveBytes(b.done(wait, other), SIZES)
-    # In the order of the graph: x, the received tensor and other. With other before the wait, the
-    # sent tensor is alive too.
+    # x, the received tensor and other. With other before the wait, the sent tensor is alive too.
     assert live.peak(range(6)) == 1200
     assert live.peak([0, 1, 2, 4, 3, 5]) == 1600
 

@@ -78,12 +78,9 @@ def _build_layer() -> MoELayer:
     """Return a layer of experts with a capacity."""
     groups = ParallelGroups(ep=dist.group.WORLD)
     config = MoEConfig(
-        num_experts=2,
-        top_k=1,
-        intermediate_size=2 * HIDDEN_SIZE,
-        activation="gelu",
+        num_experts=2, top_k=1, intermediate_size=2 * HIDDEN_SIZE, activation="gelu",
         router=ROUTERS["switch"],
-    )
+    )  # fmt: skip
     layer = MoELayer(config, HIDDEN_SIZE, strategy=TraceableStrategy(groups.ep), groups=groups)
     generator = torch.Generator().manual_seed(0)
     for parameter in layer.parameters():

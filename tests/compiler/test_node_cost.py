@@ -22,18 +22,9 @@ from tests.compiler.graph_case import GROUP, GraphBuilder, aten, c10d, find, thr
 SIZES = Sizes(1)
 HERE = Environment(device="cpu", versions="torch 1")
 ALL_TO_ALL = "_c10d_functional::all_to_all_single"
-ROUND = Predictor(
-    dataclasses.replace(
-        CPU,
-        gemm_flops_per_s=1e9,
-        memory_bytes_per_s=1e9,
-        link_bytes_per_s=1e7,
-        link_latency_us=20.0,
-        launch_us=5.0,
-        kernel_us=1.0,
-        read_us=2.0,
-    )
-)
+RATES = {"gemm_flops_per_s": 1e9, "memory_bytes_per_s": 1e9, "link_bytes_per_s": 1e7}
+TIMES_US = {"link_latency_us": 20.0, "launch_us": 5.0, "kernel_us": 1.0, "read_us": 2.0}
+ROUND = Predictor(dataclasses.replace(CPU, **RATES, **TIMES_US))
 
 
 def _gemms() -> GraphAnalysis:
@@ -57,15 +48,12 @@ def test_gemms_are_predicted_by_their_arithmetic() -> None:
 
 def test_other_nodes_are_predicted_by_their_bytes_and_views_are_free() -> None:
     b = GraphBuilder()
-    x = b.input("x", 1000)
-    neg = b.call(aten.neg.default, x, name="neg")
+    neg = b.call(aten.neg.default, b.input("x", 1000), name="neg")
     b.call(aten.view.default, neg, [10, 100], name="view")
     b.all_to_all(neg, "a2a")
     analysis = b.done(neg)
-    times = {
-        each.name: each.duration_us
-        for each in operations(analysis, ProfiledCost(ROUND, sizes=SIZES))
-    }
+    timed = operations(analysis, ProfiledCost(ROUND, sizes=SIZES))
+    times = {each.name: each.duration_us for each in timed}
     # 8000 bytes at 1000 bytes in 1 us. 4000 bytes on a link of 10 bytes in 1 us, after 20 us.
     assert times == {"x": 0, "neg": 8.0, "view": 0, "a2a": 420.0, "wait_a2a": 0, "output": 0}
 
@@ -166,8 +154,7 @@ def test_operator_that_refuses_examples_is_predicted_after_a_warning() -> None:
 
 def test_example_indices_are_spread_over_the_table() -> None:
     b = GraphBuilder()
-    table, rows = b.input("table", 50, 8), b.input("rows", 20, 8)
-    places = b.input("places", 20)
+    table, rows, places = b.input("table", 50, 8), b.input("rows", 20, 8), b.input("places", 20)
     places.meta["val"] = places.meta["val"].to(torch.int64)
     nodes = (
         b.call(aten.embedding.default, table, places, name="embedding"),

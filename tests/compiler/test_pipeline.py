@@ -95,14 +95,12 @@ def _build() -> GraphBuilder:
     """Return a graph with GEMMs before, inside and after the overlap window of an all-to-all."""
     b = GraphBuilder()
     x, w, bias = b.input("x", 8, 8), b.input("w", 8, 8), b.input("bias", 8)
-    ahead = b.mm(x, w, name="ahead")
-    _, wait = b.all_to_all(ahead, "rows")
+    _, wait = b.all_to_all(b.mm(x, w, name="ahead"), "rows")
     with b.graph.inserting_before(wait):
         beside = b.mm(x, w, name="beside")
         biased = b.call(aten.addmm.default, bias, x, w, name="biased")
         other = b.call(aten.mul.Tensor, x, w, name="other")
-    behind = b.mm(wait, w, name="behind")
-    b.done(beside, biased, other, behind)
+    b.done(beside, biased, other, b.mm(wait, w, name="behind"))
     return b
 
 
@@ -137,8 +135,7 @@ def _grouped(operator: object, left: torch.Tensor, right: torch.Tensor, *rest: o
     nodes = [graph.placeholder(name) for name in ("left", "right", "ends")]
     for node, value in zip(nodes, (left, right, torch.empty(3, dtype=torch.int32)), strict=True):
         node.meta["val"] = value
-    gemm = graph.call_function(operator, (*nodes, *rest))  # pyright: ignore[reportArgumentType]
-    graph.output(gemm)
+    graph.output(graph.call_function(operator, (*nodes, *rest)))  # pyright: ignore[reportArgumentType]
     return graph
 
 
@@ -158,10 +155,8 @@ def test_grouped_gemms_keep_their_values(name: str) -> None:
 
 def test_gemm_with_other_arguments_is_not_changed() -> None:
     graph = _grouped(
-        torch.ops.aten._grouped_mm.default,
-        torch.empty(12, 32),
-        torch.empty(3, 32, 16),
+        torch.ops.aten._grouped_mm.default, torch.empty(12, 32), torch.empty(3, 32, 16),
         torch.empty(16),
-    )
+    )  # fmt: skip
     reserve_sms(graph, (4, 8), in_all=True)
     assert _margins(graph) == {}

@@ -81,12 +81,9 @@ def _unit(
     duration_us: float, windows: set[int], *, needs: tuple[int, ...] = (), filler: bool = False
 ) -> Unit:
     return Unit(
-        nodes=[],
-        is_gemm=not filler,
-        windows=frozenset(windows),
-        needs=set(needs),
+        nodes=[], is_gemm=not filler, windows=frozenset(windows), needs=set(needs),
         duration_us=duration_us,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -156,12 +153,9 @@ def test_sums_stay_with_their_operands_where_a_compiler_fuses_them() -> None:
 
     def order(*, only_with_gemm: bool) -> list[str]:
         found = plan_wgrad(
-            analysis,
-            cost=lambda node: 100.0 if node is start else 10.0,
-            sizes=Sizes(1),
-            max_bytes=1e9,
-            only_with_gemm=only_with_gemm,
-        )
+            analysis, cost=lambda node: 100.0 if node is start else 10.0, sizes=Sizes(1),
+            max_bytes=1e9, only_with_gemm=only_with_gemm,
+        )  # fmt: skip
         return names(analysis, found)[3:]
 
     assert order(only_with_gemm=False) == ["dx", "a2a", "dw", "bias", "wait_a2a", "last", "output"]

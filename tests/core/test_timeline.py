@@ -29,9 +29,8 @@ from halley.core.timeline import (
 
 
 def span(name: str, start_us: float, end_us: float, stream: str = "compute", rank: int = 0) -> Span:
-    return Span(
-        name=name, rank=rank, stream=stream, start_us=start_us, duration_us=end_us - start_us
-    )
+    times = {"start_us": start_us, "duration_us": end_us - start_us}
+    return Span(name=name, rank=rank, stream=stream, **times)
 
 
 def spans_of_cells() -> st.SearchStrategy[list[Span]]:
@@ -46,15 +45,13 @@ def cells(spans: list[Span]) -> set[int]:
 
 def test_waits_are_unknown_if_layers_mark_none() -> None:
     experts, sums = span("experts", 2, 5), span("gradients.wait", 20, 21, "exposed")
-    dispatch = span("dispatch.wait", 4, 10, "exposed")
-    assert waited_us([experts, dispatch, sums]) == 7.0
+    assert waited_us([experts, span("dispatch.wait", 4, 10, "exposed"), sums]) == 7.0
     assert waited_us([experts, sums, span("replicas.wait", 6, 9, "exposed")]) is None
     assert waited_us([]) is None
 
 
 def test_union_merges_spans_that_overlap_touch_or_nest() -> None:
-    times = [(20, 25), (0, 10), (2, 5), (8, 12), (12, 13), (15, 15)]
-    spans = [span("a", *each) for each in times]
+    spans = [span("a", *each) for each in [(20, 25), (0, 10), (2, 5), (8, 12), (12, 13), (15, 15)]]
     assert union(spans) == [(0.0, 13.0), (20.0, 25.0)]
     assert union_us(spans) == 18.0
     assert total_us(spans) == 5 + 10 + 3 + 4 + 1 + 0  # overlapping time counts more than once
@@ -79,8 +76,7 @@ def test_innermost_gives_each_moment_to_the_innermost_span() -> None:
         span("next", 100, 110),
     ]
     # Of two spans that overlap without nesting, the later one gets the moment.
-    crossing = innermost([span("a", 0, 10), span("b", 5, 15)])
-    assert crossing == [span("a", 0, 5), span("b", 5, 15)]
+    assert innermost([span("a", 0, 10), span("b", 5, 15)]) == [span("a", 0, 5), span("b", 5, 15)]
 
 
 def test_chrome_trace_has_a_process_a_rank_and_a_row_a_stream() -> None:
@@ -119,8 +115,7 @@ def test_written_traces_read_back(tmp_path: Path) -> None:
 
 def test_recorder_times_nested_spans_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks_ns = iter([5_000, 7_000, 9_500, 10_000, 12_000, 13_000])
-    clock = SimpleNamespace(perf_counter_ns=lambda: next(ticks_ns))
-    monkeypatch.setattr(timeline, "time", clock)
+    monkeypatch.setattr(timeline, "time", SimpleNamespace(perf_counter_ns=lambda: next(ticks_ns)))
     recorder = Recorder("cpu", rank=3)
     with recorder.span("layer"), recorder.span("dispatch.wait", stream="exposed"):
         pass
@@ -161,8 +156,7 @@ def test_recorder_shows_its_spans_to_the_profiler() -> None:
         activities = [ProfilerActivity.CPU]
         with profile(activities=activities, acc_events=True) as profiler, recorder.span("experts"):
             pass
-        names = [event.name for event in profiler.events() or []]
-        assert names.count("halley::experts") == 1
+        assert [event.name for event in profiler.events() or []].count("halley::experts") == 1
         assert [s.name for s in recorder.collect()] == ["experts"] * enabled
 
 

@@ -43,8 +43,7 @@ def test_each_rank_has_its_own_streams() -> None:
         _task("d", "compute", 1.0),
     ]
     places = [(span.name, span.rank, span.stream, span.start_us) for span in simulate(tasks)]
-    starts_us = (0.0, 0.0, 10.0, 13.0, 10.0)
-    want = zip(tasks, starts_us, strict=True)
+    want = zip(tasks, (0.0, 0.0, 10.0, 13.0, 10.0), strict=True)
     assert places == [(task.name, task.rank, task.stream, start_us) for task, start_us in want]
     assert makespan_us(tasks) == 14.0
 
@@ -98,8 +97,7 @@ def test_both_simulators_agree_without_contention() -> None:
             assert span.end_us == pytest.approx(plain[span.name].end_us, abs=1e-5)
 
 
-# dx, an all-to-all that needs its result, the wait for it, and the next operation. dw needs none
-# of these.
+# dx, an all-to-all that needs it, its wait, and the next operation. dw needs none of these.
 DX = Operation(name="dx", role="compute", duration_us=10.0)
 DW = Operation(name="dw", role="compute", duration_us=30.0)
 VIEW = Operation(name="view", role="free", duration_us=0.0, needs=(0,))

@@ -17,20 +17,12 @@ TIMEOUT_S = 60.0
 GARBAGE = -858993460  # content of a plan before it is made
 
 # The interpreter takes as long for a small tensor as for a large one: tasks are few and large.
+_TILE = GemmTile(block_n=32, block_k=32, group=2, num_warps=4, num_stages=1)
 SMALL_CONFIG = KernelConfig(
-    num_programs=4,
-    block_m=16,
-    up=GemmTile(block_n=32, block_k=32, group=2, num_warps=4, num_stages=1),
-    down=GemmTile(block_n=32, block_k=32, group=2, num_warps=4, num_stages=1),
-    down_grad=GemmTile(block_n=32, block_k=32, group=2, num_warps=4, num_stages=1),
-    up_grad=GemmTile(block_n=32, block_k=32, group=2, num_warps=4, num_stages=1),
-    weight=GemmTile(block_n=32, block_k=16, group=2, num_warps=4, num_stages=1),
-    fetch_elements=512,
-    combine_rows=64,
-    combine_stages=2,
-    chunk_columns=32,
-    sum_rows=16,
-)
+    num_programs=4, block_m=16, up=_TILE, down=_TILE, down_grad=_TILE, up_grad=_TILE,
+    weight=replace(_TILE, block_k=16), fetch_elements=512, combine_rows=64, combine_stages=2,
+    chunk_columns=32, sum_rows=16,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +56,10 @@ class KernelCase:
     def layout(self) -> Layout:
         """Return the layout that all ranks share."""
         return make_layout(
-            num_ranks=self.num_ranks,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
+            num_ranks=self.num_ranks, num_experts=self.num_experts, top_k=self.top_k,
             max_tokens=self.max_tokens or max(map(max, self.num_tokens_CW)),
-            block_m=self.config.block_m,
-            block_slots=self.block_slots,
-        )
+            block_m=self.config.block_m, block_slots=self.block_slots,
+        )  # fmt: skip
 
 
 def make_experts(case: KernelCase) -> Experts:

@@ -104,19 +104,12 @@ class KernelRank:
     def context(self) -> KernelContext:
         """Buffers and settings that all launches share."""
         return KernelContext(
-            layout=self.layout,
-            config=self.case.config,
-            rank=self.rank,
-            num_sms=self.case.config.num_programs,
-            routing_buffer=self.routing_buffer,
-            send_buffer=self.send_buffer,
-            combine_buffer=self.combine_buffer,
-            dweight_buffer=self.dweight_buffer,
-            counters=self.counters,
-            status=self.status,
-            host_status=self.host_status,
-            timeout_ns=int(self.timeout_s * 1e9),
-        )
+            layout=self.layout, config=self.case.config, rank=self.rank,
+            num_sms=self.case.config.num_programs, routing_buffer=self.routing_buffer,
+            send_buffer=self.send_buffer, combine_buffer=self.combine_buffer,
+            dweight_buffer=self.dweight_buffer, counters=self.counters, status=self.status,
+            host_status=self.host_status, timeout_ns=int(self.timeout_s * 1e9),
+        )  # fmt: skip
 
     def clear_buffers(self) -> None:
         """Fill the buffers that the next pass writes with NaN."""
@@ -130,13 +123,9 @@ class KernelRank:
         self.num_tokens = len(x_TD)
         self.plan = torch.full((self.layout.plan_words,), GARBAGE, dtype=torch.int32)
         make_plan(
-            self.context,
-            self.plan,
-            x_TD=x_TD,
-            topk_idx_TK=routing.topk_idx_TK,
-            topk_weights_TK=routing.topk_weights_TK,
-            max_rows=max_rows,
-        )
+            self.context, self.plan, x_TD=x_TD, topk_idx_TK=routing.topk_idx_TK,
+            topk_weights_TK=routing.topk_weights_TK, max_rows=max_rows,
+        )  # fmt: skip
         return int(self.host_status[1])
 
     def begin(self, *, call: int = 0) -> Rows:
@@ -170,30 +159,19 @@ class KernelRank:
     ) -> None:
         """Write ``x_RD`` and ``h_RF``, and ``pre_RG`` if it is to be saved."""
         dispatch_gemm(
-            self.context,
-            self.plan,
-            x_RD=rows.x_RD,
-            h_RF=rows.h_RF,
-            pre_RG=rows.pre_RG if save_pre else None,
-            up_LGD=self.experts.up_LGD,
-            gated=self.case.num_projections == 2,
-            fused=fused,
-            copies_PD=copies_PD,
+            self.context, self.plan, x_RD=rows.x_RD, h_RF=rows.h_RF,
+            pre_RG=rows.pre_RG if save_pre else None, up_LGD=self.experts.up_LGD,
+            gated=self.case.num_projections == 2, fused=fused, copies_PD=copies_PD,
             copies_saved=copies_saved,
-        )
+        )  # fmt: skip
 
     def gemm_combine(self, rows: Rows, *, fused: bool = True) -> torch.Tensor:
         """Return the output for this rank's tokens of the last plan."""
         y_TD = self.nan(self.num_tokens, self.case.hidden_size)
         gemm_combine(
-            self.context,
-            self.plan,
-            y_TD=y_TD,
-            z_RD=rows.z_RD,
-            rows=rows.h_RF,
-            weights=self.experts.down_LDF,
-            fused=fused,
-        )
+            self.context, self.plan, y_TD=y_TD, z_RD=rows.z_RD, rows=rows.h_RF,
+            weights=self.experts.down_LDF, fused=fused,
+        )  # fmt: skip
         return y_TD
 
     def forward(self, *, call: int = 0, fused: bool = True) -> tuple[torch.Tensor, SavedCall]:
@@ -227,27 +205,17 @@ class KernelRank:
         rows = self.make_rows(len(pre_RG))
         columns = num_dweight_columns(case.intermediate_size, case.config)
         made = RowGradients(
-            weight_R=torch.full((len(pre_RG),), torch.nan),
-            dy_RD=rows.x_RD,
-            dpre_RG=rows.pre_RG,
-            weighted_RF=rows.h_RF,
-            dweight_RJ=torch.full((len(pre_RG), columns), torch.nan),
+            weight_R=torch.full((len(pre_RG),), torch.nan), dy_RD=rows.x_RD, dpre_RG=rows.pre_RG,
+            weighted_RF=rows.h_RF, dweight_RJ=torch.full((len(pre_RG), columns), torch.nan),
             z_RD=rows.z_RD,
-        )
+        )  # fmt: skip
         self.publish_rows(dy_TD, made.weight_R)
         dispatch_dgrad(
-            self.context,
-            self.plan,
-            dy_RD=made.dy_RD,
-            dpre_RG=made.dpre_RG,
-            weighted_RF=made.weighted_RF,
-            dweight_RJ=made.dweight_RJ,
-            pre_RG=pre_RG,
-            weight_R=made.weight_R,
-            down_LDF=self.experts.down_LDF,
-            gated=case.num_projections == 2,
+            self.context, self.plan, dy_RD=made.dy_RD, dpre_RG=made.dpre_RG,
+            weighted_RF=made.weighted_RF, dweight_RJ=made.dweight_RJ, pre_RG=pre_RG,
+            weight_R=made.weight_R, down_LDF=self.experts.down_LDF, gated=case.num_projections == 2,
             fused=fused,
-        )
+        )  # fmt: skip
         return made
 
     def dgrad_combine(
@@ -258,15 +226,10 @@ class KernelRank:
         dx_TD = self.nan(len(idx_TK), self.case.hidden_size)
         dweights_TK = torch.full(idx_TK.shape, torch.nan)
         gemm_combine(
-            self.context,
-            self.plan,
-            y_TD=dx_TD,
-            z_RD=made.z_RD,
-            rows=made.dpre_RG,
-            weights=self.experts.up_LGD,
-            fused=fused,
+            self.context, self.plan, y_TD=dx_TD, z_RD=made.z_RD, rows=made.dpre_RG,
+            weights=self.experts.up_LGD, fused=fused,
             weight_gradients=(made.dweight_RJ, idx_TK, dweights_TK),
-        )
+        )  # fmt: skip
         return dx_TD, dweights_TK
 
     def backward(self, dy_TD: torch.Tensor, saved: SavedCall, *, fused: bool = True) -> Gradients:
@@ -288,15 +251,10 @@ class KernelRank:
         """Return the gradient of stacked weights from both operands of its GEMM."""
         out_LMN = torch.full_like(like, torch.nan)
         weight_gemm(
-            out_LMN,
-            grad_RM,
-            rows_RN,
-            expert_begin=self.section("expert_begin", len(like)),
-            expert_rows=self.section("expert_rows", len(like)),
-            tile=self.case.config.weight,
-            block_m=32,
-            num_programs=self.case.config.num_programs,
-        )
+            out_LMN, grad_RM, rows_RN, expert_begin=self.section("expert_begin", len(like)),
+            expert_rows=self.section("expert_rows", len(like)), tile=self.case.config.weight,
+            block_m=32, num_programs=self.case.config.num_programs,
+        )  # fmt: skip
         return out_LMN
 
     def check(self) -> None:

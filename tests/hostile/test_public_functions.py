@@ -39,15 +39,9 @@ from tests.hostile.cases import expand, fill, read_cases
 
 MOE = configs.MoEConfig(num_experts=8, top_k=2, intermediate_size=32)
 MODEL = configs.ModelConfig(
-    name="small",
-    vocab_size=256,
-    hidden_size=64,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    moe=MOE,
-)
+    name="small", vocab_size=256, hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2,
+    head_dim=16, moe=MOE,
+)  # fmt: skip
 GROUPS = configs.RouterConfig(kind="sigmoid", num_groups=4, num_limited_groups=2)
 SWITCH = configs.RouterConfig(kind="switch", capacity_factor=1.0)
 TOP2 = configs.RouterConfig(kind="top2", capacity_factor=1.0)
@@ -206,5 +200,4 @@ def test_integers_are_accepted_for_floats() -> None:
 def test_largest_allowed_values_are_accepted() -> None:
     assert replace(MOE, num_experts=2**15 - 1).num_experts == 32767
     assert configs.DataConfig(seq_len=2**31 - 1).seq_len == 2147483647
-    model = replace(MODEL, num_layers=2**31 - 1)  # no loop over the layers
-    assert model.num_moe_layers == 2147483647
+    assert replace(MODEL, num_layers=2**31 - 1).num_moe_layers == 2147483647  # without a loop

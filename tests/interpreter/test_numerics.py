@@ -31,8 +31,7 @@ def _convert_kernel(x_N, y_N, OP: tl.constexpr, N: tl.constexpr):
 @triton.jit
 def _binary_kernel(a_N, b_N, y_N, OP: tl.constexpr, N: tl.constexpr):
     at = tl.arange(0, N)
-    a = tl.load(a_N + at)
-    b = tl.load(b_N + at)
+    a, b = tl.load(a_N + at), tl.load(b_N + at)
     if OP == "add":
         y = a + b
     elif OP == "mul":
@@ -51,8 +50,7 @@ def _binary_kernel(a_N, b_N, y_N, OP: tl.constexpr, N: tl.constexpr):
 @triton.jit
 def _compare_kernel(a_N, b_N, y_6N, N: tl.constexpr):
     at = tl.arange(0, N)
-    a = tl.load(a_N + at)
-    b = tl.load(b_N + at)
+    a, b = tl.load(a_N + at), tl.load(b_N + at)
     tl.store(y_6N + at, a < b)
     tl.store(y_6N + N + at, a <= b)
     tl.store(y_6N + 2 * N + at, a > b)
@@ -63,8 +61,7 @@ def _compare_kernel(a_N, b_N, y_6N, N: tl.constexpr):
 
 @triton.jit
 def _reduce_kernel(x_MN, sum_M, sum_N, y_5M, M: tl.constexpr, N: tl.constexpr):
-    rows = tl.arange(0, M)
-    columns = tl.arange(0, N)
+    rows, columns = tl.arange(0, M), tl.arange(0, N)
     x = tl.load(x_MN + rows[:, None] * N + columns[None, :])
     tl.store(sum_M + rows, tl.sum(x, axis=1))
     tl.store(sum_N + columns, tl.sum(x, axis=0))
@@ -77,8 +74,7 @@ def _reduce_kernel(x_MN, sum_M, sum_N, y_5M, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _dot_kernel(a_MK, b_KN, c_MN, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
-    m = tl.arange(0, M)[:, None]
-    n = tl.arange(0, N)[None, :]
+    m, n = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
     a = tl.load(a_MK + m * K + tl.arange(0, K)[None, :])
     b = tl.load(b_KN + tl.arange(0, K)[:, None] * N + n)
     tl.store(c_MN + m * N + n, tl.dot(a, b, tl.full((M, N), 1.0, tl.float32)))

@@ -70,8 +70,7 @@ def test_forward_runs_beside_backward_of_another_microbatch_if_that_is_faster() 
         for at, item in enumerate(items)
     ]
     plan = plan_lanes(items, durations_us, num_microbatches=6, max_lanes=2)
-    place = {each: at for at, each in enumerate(plan.order)}
-    half = len(items) // 2
+    place, half = {each: at for at, each in enumerate(plan.order)}, len(items) // 2
     assert place[0, half] < place[1, 0] < place[0, len(items) - 1]
     assert place[1, half] < place[2, 0] < place[1, len(items) - 1]
     together = next(
@@ -87,8 +86,7 @@ def test_units_move_into_waits_of_a_single_microbatch() -> None:
     items = _items(
         ("segment",), ("unit", 0), ("unit", 0), ("start", 0), ("wait", 3), ("segment", 4)
     )
-    durations_us = [10.0, 6.0, 1.0, 7.0, 0.0, 10.0]
-    plan = plan_lanes(items, durations_us, num_microbatches=1, max_lanes=2)
+    plan = plan_lanes(items, [10.0, 6.0, 1.0, 7.0, 0.0, 10.0], num_microbatches=1, max_lanes=2)
     assert plan.order == ((0, 0), (0, 3), (0, 1), (0, 2), (0, 4), (0, 5))
     assert plan.moves_units
     assert plan.time_before.makespan_us == pytest.approx(34.0)
@@ -107,8 +105,8 @@ def test_unit_much_longer_than_the_wait_stays_behind_it() -> None:
 def test_unit_runs_before_a_segment_that_reads_it() -> None:
     # A tied weight: a later segment adds to the gradient of an earlier unit.
     items = _items(("segment",), ("unit", 0), ("start", 0), ("wait", 2), ("segment", 1, 3))
-    orders = schedules(items, [1.0, 100.0, 1.0, 0.0, 1.0], num_microbatches=2, max_lanes=2)
-    for _, _, order in orders:
+    durations_us = [1.0, 100.0, 1.0, 0.0, 1.0]
+    for _, _, order in schedules(items, durations_us, num_microbatches=2, max_lanes=2):
         check_order(items, order)
 
 
@@ -116,8 +114,7 @@ def test_lanes_do_not_switch_at_counts() -> None:
     items = _items(("segment",), ("start", 0), ("wait", 1), ("host", 2), ("start", 3))
     items[2] = replace(items[2], has_rows=False)
     items += _items(("wait", 4), ("segment", 5))
-    durations_us = [5.0, 1.0, 0.0, 0.5, 20.0, 0.0, 5.0]
-    plan = plan_lanes(items, durations_us, num_microbatches=2, max_lanes=2)
+    plan = plan_lanes(items, [5.0, 1.0, 0.0, 0.5, 20.0, 0.0, 5.0], num_microbatches=2, max_lanes=2)
     assert plan.order[:5] == tuple((0, index) for index in range(5))
 
 

@@ -22,16 +22,9 @@ HIDDEN = 16
 
 _MOE = MoEConfig(num_experts=8, top_k=2, intermediate_size=8)
 _MODEL = ModelConfig(
-    name="small",
-    vocab_size=32,
-    hidden_size=HIDDEN,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    qk_norm="head",
-    moe=_MOE,
-)
+    name="small", vocab_size=32, hidden_size=HIDDEN, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, qk_norm="head", moe=_MOE,
+)  # fmt: skip
 _SIGMOID = RouterConfig(kind="sigmoid", num_groups=4, num_limited_groups=2, scaling_factor=2.5)
 _SWITCH = RouterConfig(kind="switch", capacity_factor=1.0, z_coefficient=0.01)
 _TOP2 = dataclasses.replace(_SWITCH, kind="top2")
@@ -74,13 +67,10 @@ def build_layer(
     """Return an MoE layer whose router produces about a given load; experts differ in weights."""
     options = {"recorder": Recorder(CPU), "device": CPU, "num_chunks": 2}
     layer = MoELayer(
-        MODELS[kind].moe,
-        HIDDEN,
+        MODELS[kind].moe, HIDDEN,
         strategy=build_strategy(strategy, groups.ep, tp_size=groups.tp_size, **options),
-        groups=groups,
-        placement=placement,
-        dtype=dtype,
-    )
+        groups=groups, placement=placement, dtype=dtype,
+    )  # fmt: skip
     with torch.no_grad():
         for seed, (name, parameter) in enumerate(layer.named_parameters()):
             generator = torch.Generator().manual_seed(seed)
@@ -90,8 +80,7 @@ def build_layer(
             name = name.removeprefix("experts.")
             shape = (_MOE.num_experts, *layer.experts.full_shape(name))
             values = 0.4 * torch.randn(shape, generator=generator)
-            own_ids = list(layer.experts.expert_ids)
-            parameter.copy_(layer.experts.local_shard(name, values[own_ids]))
+            parameter.copy_(layer.experts.local_shard(name, values[list(layer.experts.expert_ids)]))
         if load:
             layer.router.weight[:, 0] = LOADS[load].clamp_min(1e-9).log().float()
     return layer
@@ -112,12 +101,9 @@ def build_model(
     recorder = recorder or Recorder(CPU, enabled=False)
     place = {"recorder": recorder, "device": CPU}
     model = MoETransformer(
-        config,
-        strategy=build_strategy(strategy, groups.ep, num_chunks=num_chunks, **place),
-        groups=groups,
-        activation_checkpointing=activation_checkpointing,
-        **place,
-    )
+        config, strategy=build_strategy(strategy, groups.ep, num_chunks=num_chunks, **place),
+        groups=groups, activation_checkpointing=activation_checkpointing, **place,
+    )  # fmt: skip
     model.init_weights(seed=seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -44,8 +44,7 @@ def test_chunks_exchange_all_rows_together(num_chunks: int) -> None:
 
 def test_duration_of_the_experts_by_hand() -> None:
     # Two GEMMs of 16384 rows: with 4096 x 28672, and with 14336 x 4096; twice that backward.
-    flops = 2 * 16384 * 4096 * (28672 + 14336)
-    gemm_us = flops / H200.gemm_flops_per_s * 1e6 + 2 * H200.launch_us
+    gemm_us = 2 * 16384 * 4096 * (28672 + 14336) / H200.gemm_flops_per_s * 1e6 + 2 * H200.launch_us
     moved = 16384 * 2 * (2 * 28672 + 3 * 14336 + 4 * 4096)
     forward_us = gemm_us + moved / H200.memory_bytes_per_s * 1e6
     durations = {task.name: task.duration_us for task in _tasks(1)}
@@ -140,8 +139,7 @@ def test_durations_of_the_gemms_by_hand() -> None:
 
 
 def test_fused_tasks_of_a_single_rank() -> None:
-    alone = dataclasses.replace(SHAPE, ep_size=1)
-    names = [task.name for task in _fused(fused=True, shape=alone)]
+    names = [task.name for task in _fused(fused=True, shape=dataclasses.replace(SHAPE, ep_size=1))]
     assert names[:3] == ["publish", "plan", "up.0"]
 
 
@@ -151,9 +149,8 @@ def test_all_gather_copies_each_token_to_every_rank() -> None:
     crossing = SHAPE.num_tokens * (SHAPE.ep_size - 1) * SHAPE.hidden_size * SHAPE.itemsize
     for name in ("dispatch", "combine", "combine.backward", "dispatch.backward"):
         assert tasks[name].duration_us == predictor.all_to_all_us(crossing)
-    assert makespan_us(list(tasks.values())) == pytest.approx(
-        sum(task.duration_us for task in tasks.values())
-    )
+    total_us = sum(task.duration_us for task in tasks.values())
+    assert makespan_us(list(tasks.values())) == pytest.approx(total_us)
 
 
 # The recorder and the simulator both have these spans: experts in forward, and every wait.
@@ -163,8 +160,7 @@ COMPARED = ("dispatch", "experts", "combine", "restore")
 def _record(rank: int, num_ranks: int, name: str, num_chunks: int) -> list[str]:
     recorder = Recorder(CPU, rank=rank)
     options: dict[str, Any] = {"recorder": recorder, "device": CPU, "num_chunks": num_chunks}
-    strategy = build_strategy(name, dist.group.WORLD, **options)
-    train(strategy.forward, CASE, rank)
+    train(build_strategy(name, dist.group.WORLD, **options).forward, CASE, rank)
     return [span.name for span in recorder.collect() if not span.name.startswith("route")]
 
 
@@ -172,9 +168,8 @@ def _simulate(name: str, num_chunks: int) -> list[str]:
     """Return the simulated compute stream: each task, after the waits for its inputs."""
     layer: dict[str, Any] = {"num_experts": CASE.num_experts, "top_k": CASE.top_k}
     shape = LayerShape(num_tokens=40, ep_size=2, **SIZES, **layer)
-    predictor = Predictor(H200)
     strategy = build_strategy(name, None, recorder=Recorder(CPU), device=CPU, num_chunks=num_chunks)
-    tasks = strategy.tasks(shape, predictor)
+    tasks = strategy.tasks(shape, Predictor(H200))
     streams = {task.name: task.stream for task in tasks}
     starts_us = {span.name: span.start_us for span in simulate(tasks)}
     order: list[str] = []

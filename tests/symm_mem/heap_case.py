@@ -115,9 +115,8 @@ def check_wrong_calls(heap: AbstractSymmHeap) -> None:
     with pytest.raises(ValueError, match=r"shape \(\(-1,\)\) must have sizes of at least 1"):
         heap.zeros((-1,), torch.float32)
     tensor = heap.zeros((heap.num_ranks,), torch.int32)
-    foreign = SymmTensor(local=tensor.local, ptrs_W=tensor.ptrs_W)
     with pytest.raises(ValueError, match="tensor must be one that this heap made and did not free"):
-        heap.free(foreign)
+        heap.free(SymmTensor(local=tensor.local, ptrs_W=tensor.ptrs_W))
     heap.free(tensor)
     with pytest.raises(ValueError, match="tensor must be one that this heap made and did not free"):
         heap.free(tensor)
@@ -177,13 +176,9 @@ def check_inference_mode(heap: AbstractSymmHeap) -> None:
 
 # check_close is not in the list, because it closes the heap.
 CHECKS = (
-    check_several_tensors,
-    check_scalar,
-    check_wrong_calls,
-    check_failed_allocation,
-    check_barrier,
+    check_several_tensors, check_scalar, check_wrong_calls, check_failed_allocation, check_barrier,
     check_inference_mode,
-)
+)  # fmt: skip
 
 
 def check_heap(heap: AbstractSymmHeap) -> None:

@@ -141,8 +141,7 @@ def _compare_with_one_rank(
     """Compare values; return the load of each rank, or of each set that shares experts."""
     groups = build_groups(0, device_type="cpu", tp_size=tp_size)
     tensors = make_tensors(case, groups, device=CPU)
-    recorder = Recorder(CPU, enabled=False)
-    strategy = AllToAllStrategy(groups.ep, recorder=recorder, tp_size=tp_size)
+    strategy = AllToAllStrategy(groups.ep, recorder=Recorder(CPU, enabled=False), tp_size=tp_size)
     got, want = outputs_of(strategy, tensors), reference_outputs(tensors)
     destroy(groups)
     for name, value, wanted in zip(NAMES, got, want, strict=True):
@@ -236,8 +235,7 @@ def test_symmetric_memory_of_each_strategy_by_hand(run_ranks: RunRanks) -> None:
 
 
 def test_committed_lines_without_newer_keys_can_be_shown() -> None:
-    folder = Path(__file__).parents[2] / "benchmarks" / "results"
-    for path in folder.glob("*/layer.jsonl"):
+    for path in Path(__file__).parents[2].glob("benchmarks/results/*/layer.jsonl"):
         rows: list[Row] = [json.loads(line) for line in path.read_text().splitlines()]
         for row in rows:
             row.pop("symm_mib", None)
@@ -271,8 +269,7 @@ def test_error_is_the_share_of_the_norm(monkeypatch: pytest.MonkeyPatch) -> None
 def test_error_by_hand(
     value: list[float], reference: list[float], error: float, dtype: torch.dtype
 ) -> None:
-    got = relative_error(torch.tensor(value, dtype=dtype), torch.tensor(reference))
-    assert got == error
+    assert relative_error(torch.tensor(value, dtype=dtype), torch.tensor(reference)) == error
 
 
 def test_tolerance_is_a_few_roundings_of_each_dtype() -> None:

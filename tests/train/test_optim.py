@@ -69,8 +69,7 @@ def test_applied_gradient_has_the_norm_of_clipping(clip_norm: float, want: float
     optimizer = _optimizer(model, clip_norm=clip_norm)
     before = model.weight.detach().clone()
     _backward(model, math.sqrt(3.0), optimizer)  # the gradient has 12 elements, so its norm is 6
-    norm = _apply(optimizer, 1.0)
-    assert float(norm) == pytest.approx(6.0)
+    assert float(_apply(optimizer, 1.0)) == pytest.approx(6.0)
     assert float((before - model.weight.detach()).norm()) == pytest.approx(want, rel=1e-5)
     assert model.weight.grad is None
 
@@ -80,12 +79,9 @@ class _Experts(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(4)
         self.experts = GroupedExperts(
-            MoEConfig(num_experts=2, top_k=1, intermediate_size=4, expert_bias=True),
-            4,
-            groups=ParallelGroups(),
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
+            MoEConfig(num_experts=2, top_k=1, intermediate_size=4, expert_bias=True), 4,
+            groups=ParallelGroups(), dtype=torch.float32, device=torch.device("cpu"),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])

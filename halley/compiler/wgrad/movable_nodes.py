@@ -183,15 +183,11 @@ def assign(
     """Choose units to run under each all-to-all; return them and each all-to-all's unhidden time.
 
     The problem is a generalised assignment problem, which is NP-hard. This is a greedy best fit
-    (conditions 6 to 10).
+    (conditions 6 to 10). The units of an all-to-all are indices, in the order in which they run.
 
     Args:
         times_us: time of each all-to-all that remains to hide.
         try_move: called for each unit together with the unplaced units that it needs.
-
-    Returns:
-        For each all-to-all, the indices of the units to run under it, in order. Then, for each
-        all-to-all, the time that no unit hides.
 
     Source: Lancet (arXiv:2404.19429), section 4.2. Lancet places all remaining GEMMs into their
     last window. The GEMM of a large output embedding is longer than any all-to-all: there it would

@@ -23,7 +23,6 @@ class _Emitter:
         self._emitted = 0  # bit mask of the nodes in ``order``
 
     def emit(self, index: int) -> None:
-        """Append a node unless the order has it; append its missing ancestors before it."""
         if self._emitted >> index & 1:
             return
         # Append missing ancestors by ascending index: the graph's own order, which is legal.
@@ -32,7 +31,6 @@ class _Emitter:
             self._emitted |= 1 << each
 
     def emit_ready(self, indices: Iterable[int]) -> None:
-        """Append those of the given nodes whose ancestors are all in the order already."""
         for index in indices:
             if not self._ancestors[index] & ~self._emitted:
                 self.emit(index)
@@ -47,11 +45,8 @@ def build_order(
 ) -> list[int]:
     """Return a node order in which weight-gradient units follow the start of their all-to-all.
 
-    Other nodes keep their order, with these exceptions (condition 11):
-
-    - A wait runs directly before the first reader of its result.
-    - A node that reads a moved node follows it.
-    - Waits for reduced gradients, and their readers, run at the end.
+    Other nodes keep their order, except waits (condition 11) and readers of moved nodes. Waits for
+    reduced gradients, and their readers, run at the end.
 
     ``windows`` has, for the index of an all-to-all, the indices of the units to run under it, in
     order. Nodes in ``early``, ascending, run as soon as their ancestors have run.

@@ -65,8 +65,6 @@ class MemoryBudget:
     A gradient that is computed later keeps its operands alive longer, and its own result becomes
     alive later. Bytes are counted in the order of the graph, with each moved node at the position
     of its all-to-all. The final order differs a little, so ``plan_wgrad`` counts its peak again.
-
-    ``limit`` is the largest allowed number of live bytes.
     """
 
     def __init__(
@@ -97,9 +95,7 @@ class MemoryBudget:
     def try_move(self, ats: Sequence[int], window: int) -> bool:
         """Return whether units fit under an all-to-all within the limit; if so, record the move.
 
-        Args:
-            ats: indices of units.
-            window: index of the all-to-all among all all-to-alls.
+        ``ats`` are indices of units, ``window`` is that of the all-to-all among all all-to-alls.
         """
         start = self._all_to_alls[window]
         nodes = [node for at in ats for node in self._units[at].nodes]
@@ -186,11 +182,9 @@ def plan_wgrad(
 ) -> list[int]:
     """Return a node order with weight-gradient GEMMs under all-to-alls, or the graph's own order.
 
-    The order is legal. All-to-alls, all-gathers and fused layers keep their order. Live bytes are
-    at most ``max_bytes``, or the order is that of the graph.
+    The order is legal. Live bytes are at most ``max_bytes``, or the order is that of the graph.
 
     Args:
-        cost: microseconds of a node.
         inside: nodes whose results stay inside of a kernel, for ``LiveBytes``.
         only_with_gemm: move no units without a GEMM, for ``find_units``.
     """

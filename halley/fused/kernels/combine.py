@@ -53,8 +53,7 @@ _MAX_RUN = tl.constexpr(1024)  # more than a run's tiles; base of ``pending`` in
 def end_combine(num_exits, plan, routing, status, host_status, LAYOUT: tl.constexpr):
     """Count a CTA that ends; the last one of the second GEMM and the combine zeroes their counters.
 
-    The last CTA also reports ranks with too many rows. Those set the flags of their sums without
-    sending any, see ``_signal_overflow``.
+    The last CTA also reports ranks with too many rows, see ``_signal_overflow``.
     """
     tickets = plan + LAYOUT.tickets
     if exits_last(tickets + COMBINE_EXITS, num_exits):
@@ -79,9 +78,6 @@ def _second_gemm_run(
     RUN: tl.constexpr,
 ):  # fmt: skip
     """Compute a ticket's tiles, count those of the previous ticket; return the next ``pending``.
-
-    A CTA may count tiles only when their TMA stores are complete. So it counts them one ticket
-    later, and does not wait for the stores of its last tile.
 
     ``pending`` describes the tiles of the previous ticket in one word: ``_MAX_RUN`` times the index
     of their counter in ``chunk_done``, plus the number of tiles. The function returns the same word
@@ -214,20 +210,14 @@ def _groups_of_task(task, plan, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _next_counter(num_done, num_columns, plan, LAYOUT: tl.constexpr):
-    """Return the address of tile counter ``num_done`` of ``chunk_done``, and its final value.
-
-    Each chunk has a counter for each group: group g of chunk c has number c * num_groups + g.
-    """
+    """Return the address of tile counter ``num_done`` of ``chunk_done``, and its final value."""
     need = tl.load(plan + LAYOUT.group_tiles + num_done % LAYOUT.num_groups) * num_columns
     return plan + LAYOUT.chunk_done + num_done, need
 
 
 @triton.jit
 def _count_done(num_done, chunk, num_wanted, num_columns, plan, LAYOUT: tl.constexpr):
-    """Return how many (chunk, expert group) pairs are finished in order; stop at ``num_wanted``.
-
-    ``num_done`` pairs are known to be finished. Pairs of earlier chunks count as finished.
-    """
+    """Return how many (chunk, expert group) pairs are finished in order; stop at ``num_wanted``."""
     num_done = tl.maximum(num_done, chunk * LAYOUT.num_groups)
     more = num_done < num_wanted
     while more:

@@ -218,7 +218,6 @@ class DispatchMode:
 
     @property
     def num_projections(self) -> int:
-        """Number of projections that the activation reads: 2 (gate and up) if gated, else 1."""
         return 2 if self.gated else 1
 
     def tile_columns(self, tile: GemmTile) -> int:
@@ -231,7 +230,6 @@ def _store_activated(
     acc, h_desc, pre_desc, row, column,
     GATED: tl.constexpr, SAVE_PRE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store the activation of an output tile in ``h``, and if ``SAVE_PRE`` the tile in ``pre``."""
     if GATED:
         gate, up = halves(acc, BLOCK_M, BLOCK_N)
         h_desc.store([row, column], (gate * tl.sigmoid(gate) * up).to(h_desc.dtype))

@@ -4,8 +4,7 @@
 
 A forward pass makes the plan of this rank on the device. Backward and recompute use the plan of
 their forward: ranks exchange only the number of the call whose plan they use. Different numbers
-mean that they run layers in different orders. Both launches copy this rank's rows to its send
-buffer, from which the other ranks fetch them (``dispatch.py``).
+mean that they run layers in different orders.
 """
 
 import torch
@@ -78,7 +77,6 @@ def _places(i, block, key, end_key, before, column, plan, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _place_copies(i, block, expert_TK, record, plan, rank, LAYOUT: tl.constexpr):
-    """Return the indices of one block's token copies in the fetch list and in the combine list."""
     STEP: tl.constexpr = min(32, LAYOUT.block_tokens)
     smallest = smallest_local(expert_TK, rank, LAYOUT)
     group = last_group(expert_TK, rank, LAYOUT)
@@ -143,7 +141,6 @@ def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _place_task(task, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
-    """Add one block of tokens, or the tiles of one expert, to the plan, if the plan is usable."""
     if tl.load(plan + LAYOUT.summary + IS_USABLE) != 0:
         if task < LAYOUT.num_ranks * LAYOUT.max_blocks:
             i = task // LAYOUT.max_blocks
@@ -245,7 +242,6 @@ def plan_kernel(
 
 @triton.jit
 def _spread_weights(plan, weight_R, LAYOUT: tl.constexpr):
-    """Store the routing weight of each row of the plan in ``weight_R``."""
     num_copies = tl.load(plan + LAYOUT.summary + NUM_COPIES)
     num_copies *= tl.load(plan + LAYOUT.summary + IS_USABLE)
     weights = (plan + LAYOUT.combine_weight).to(tl.pointer_type(tl.float32))

@@ -164,13 +164,9 @@ def dispatch_dgrad(
         dy_RD: written: gradients of the output, one row for each expert of a token. All ranks
             have published them (``publish_rows``).
         dpre_RG: written: gradients of the activation's inputs.
-        weighted_RF: written: activations times routing weights. With ``dy_RD`` they give the
-            gradient of the second projection.
+        weighted_RF: written: activations times routing weights.
         dweight_RJ: written: summands of the gradient of each row's routing weight, float32, one
             for each of ``num_dweight_columns`` column tiles.
-        pre_RG: inputs of the activation, from forward.
-        weight_R: routing weight of each row, float32, written by ``publish_rows``.
-        down_LDF: stacked weights of the second projection.
     """
     mode = DispatchMode(gated=gated, backward=True, zero_multiple=context.config.weight.block_k)
     tile = context.config.down_grad
@@ -206,7 +202,6 @@ def _launch_fetch_and_gemm(
     intermediate_size: int,
     fused: bool,
 ) -> None:
-    """Launch a fetch of rows to ``x_RD`` and their GEMM, concurrent if ``fused``, else in order."""
     hidden_size, send = x_RD.shape[1], context.send_buffer
     tile = context.config.down_grad if mode.backward else context.config.up
     num_move_ctas, num_gemm_ctas, move_options, gemm_options = shape_launches(
@@ -249,9 +244,6 @@ def gemm_combine(
     weight_gradients: tuple[torch.Tensor, ...] = (),
 ) -> None:
     """Launch the second GEMM and combine: send partial sums to source ranks, add those that arrive.
-
-    In forward, the rows are activations, and the sum has the routing weights. In backward, the rows
-    are gradients, the projection is transposed, and the sum has no weights.
 
     Args:
         y_TD: written: output of the layer or gradient of the tokens, for this rank's tokens.

@@ -124,11 +124,7 @@ ROWS_COPIED = tl.constexpr(6)  # tasks that have copied rows to the send buffer
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of a fused layer, and offsets, in int32 words, in its routing buffer and its plans.
-
-    None depends on the routing. The attributes from ``published`` on are offsets of the sections
-    that the module docstring lists, or sizes of the routing buffer, of a record and of a plan.
-    """
+    """Sizes of a fused layer, and offsets, in int32 words, in its routing buffer and its plans."""
 
     num_ranks: int
     num_experts: int

@@ -52,7 +52,6 @@ def _store_sums(
     acc, origin, z_RD, combine_ptrs_W, combine_tokens, rank, column, inside,
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store partial sums of tokens in the combine buffers of the tokens' source ranks."""
     NUM_RANKS: tl.constexpr = LAYOUT.num_ranks
     token = (origin % LAYOUT.max_tokens).to(tl.int64)
     # Load the addresses of all ranks' buffers and select one. A load indexed by the source rank
@@ -74,8 +73,6 @@ def send_sums(
     STAGES: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Sum each token copy's output rows in one column chunk; send the sums to the source ranks.
-
-    The token copies are those of one task.
 
     Example: on rank 0, token copy 5 is token 9 of rank 1 with rows (3, 130) and weights (0.6, 0.4).
     The sum ``0.6 z[3] + 0.4 z[130]`` is stored at [0, 9] of the combine buffer of rank 1.
@@ -165,10 +162,7 @@ def sums_are_ready(
     sum_ticket, num_sum_tasks, chunk_sum_tasks, arrived_chunk, plan, routing, epoch,
     LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Return whether a sum task is left and all contributing ranks have sent its column chunk.
-
-    The function does not wait. The sums of ``arrived_chunk`` are known to have arrived.
-    """
+    """Return whether a sum task is left and all contributing ranks have sent its column chunk."""
     ready = sum_ticket < num_sum_tasks
     if ready:
         chunk = sum_ticket // chunk_sum_tasks
@@ -206,7 +200,6 @@ def _add_partial_sums(
     task, chunk, y_TD, combine_buffer_WTD, combine_tokens, plan, num_tokens,
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums of some own tokens in rank order; store a column chunk of ``y_TD``."""
     NUM_RANKS: tl.constexpr = LAYOUT.num_ranks
     token = task * ROWS + tl.arange(0, ROWS)
     column = chunk * CHUNK + tl.arange(0, CHUNK)

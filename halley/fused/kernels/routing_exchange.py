@@ -172,11 +172,7 @@ def publish_task(
 
 @triton.jit
 def _count_column(column, routing, plan, epoch, rank, usable, LAYOUT: tl.constexpr):
-    """Store in the plan the total of one column of counts, and the sum before each block.
-
-    Columns of token copies have two totals, because the copies of this rank's own tokens are a
-    separate part of the fetch list and of the combine list.
-    """
+    """Store in the plan the total of one column of counts, and the sum before each block."""
     is_copies = column >= LAYOUT.num_local
     key = column - LAYOUT.num_local  # sort keys: first smallest local experts, then expert groups
     total = 0
@@ -224,8 +220,7 @@ def _lay_out(
 ):  # fmt: skip
     """Store each expert's first row and each sort key's first index; return the number of rows.
 
-    Also store the plan's summary, zero its counters, and store its sizes for the host. The number
-    of rows includes padding to tiles. More than ``max_rows`` rows make the plan unusable.
+    Also store the plan's summary, zero its counters, and store its sizes for the host.
     """
     local = tl.arange(0, LOCAL_PADDED)
     real = local < LAYOUT.num_local

@@ -157,7 +157,6 @@ class PreparedLaunch:
         _ADDRESS.pack_into(self._buffer, self._start + self._launch.offsets[place], address)
 
     def set_map(self, place: int, made: bytes) -> None:
-        """Set launch parameter number ``place`` to a TMA map."""
         begin = self._start + self._launch.offsets[place]
         self._buffer[begin : begin + MAP_BYTES] = made
 
@@ -213,7 +212,6 @@ def compile_only(num_ranks: int) -> Generator[None, None, None]:
 
 
 def only_compiles() -> bool:
-    """Return whether ``compile_only`` is active in this thread."""
     return _only_compiles.get()
 
 

@@ -26,7 +26,6 @@ def _sort_slots_kernel(idx, slots, counts, num_slots, num_experts, BLOCK: tl.con
     """Sort slots by expert: one CTA per expert stores its slots after those of lower expert ids.
 
     There is one CTA for each expert, and one for the dropped slots, which come last.
-
     Example: idx is [2, 0, 2, -1, 1, 2] with 3 experts. CTA 2 counts 2 slots of experts 0 and 1, and
     stores its slots 0, 2 and 5 at indices 2, 3 and 4. CTA 3 stores slot 3 at index 5.
     """

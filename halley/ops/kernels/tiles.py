@@ -100,8 +100,7 @@ def describe_weights(
 ) -> TensorDescriptor:
     """Return the TMA descriptor of contiguous stacked weights.
 
-    They are ``(L, num_projections * columns, depth)``, or ``(L, depth, columns)`` if the GEMM
-    multiplies by the transposed weights.
+    They are ``(L, num_projections * columns, depth)``, or ``(L, depth, columns)`` if transposed.
     """
     columns = tile.block_n // num_projections
     block = [tile.block_k, columns] if transposed else [columns, tile.block_k]
@@ -111,7 +110,6 @@ def describe_weights(
 
 @triton.jit
 def gelu(x):
-    """Return the exact GELU of each element, with erf."""
     return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
@@ -205,9 +203,8 @@ def weight_gemm_kernel(
 
     A run is ``RUN`` adjacent output tiles in one loop: the loads of the next tile start during the
     current one. Else filling the pipeline would take as long as the few steps of a tile.
-
-    An expert's rows lie in up to 4 parts of the operands. Its steps go through them in order. One
-    CTA sums each element in a fixed order. CTAs signal nothing and wait for nothing.
+    An expert's rows lie in up to 4 parts of the operands. One CTA sums each element in a fixed
+    order. CTAs signal nothing and wait for nothing.
 
     Example: 2 experts, gradients of 256 x 512, tiles of 128 x 256, ``RUN`` 2: each expert has two
     runs of two tiles, and CTA 3 computes rows 128-255 of expert 1.
