@@ -1,4 +1,4 @@
-# make demo | test | test-unit | lint | chaos | bench | compat | clean
+# make demo | test | test-unit | lint | chaos | plug-ins | bench | compat | clean
 #
 # PYTHON=python3.12   the interpreter that .venv is made with, 3.11 or newer
 # TORCH=2.11.0        another torch than the one of constraints.txt
@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 # pyright would ask the package index for a newer pyright at each start.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: demo test test-unit lint chaos bench compat clean
+.PHONY: demo test test-unit lint chaos plug-ins bench compat clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed
@@ -37,6 +37,11 @@ lint: $(VENV)/.installed
 # A training run that is killed, stopped and damaged for two minutes, and must end as if it had not.
 chaos: $(VENV)/.installed
 	$(BIN)/python -m tests.hostile.chaos --seed 0 --faults 30 --limit-s 120
+
+# The plug-ins with the newest version of each framework that this Python can run, except those of
+# `make test`. Installs each framework in a temporary environment.
+plug-ins: $(VENV)/.installed
+	$(BIN)/python benchmarks/compatibility.py --gate
 
 bench: $(VENV)/.installed
 	$(BIN)/halley bench layer

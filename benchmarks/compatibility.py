@@ -4,6 +4,7 @@ python benchmarks/compatibility.py                       # all versions of all, 
 python benchmarks/compatibility.py torchtitan            # one framework; keep other results
 python benchmarks/compatibility.py transformers 5.20.2   # one version of it
 python benchmarks/compatibility.py --table               # the tables alone
+python benchmarks/compatibility.py --gate                # newest versions here; exit 1 if one fails
 
 Each version gets a virtual environment in a temporary folder. A package that is missing there is
 taken from a base: the running interpreter, or an environment with another Python or torch. A
@@ -21,6 +22,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -216,6 +218,36 @@ def run_framework(name: str, versions: Sequence[str], bases: Path) -> None:
         path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="ascii")
 
 
+def run_gate() -> None:
+    """Run the tests with the newest version of each framework that this interpreter can run.
+
+    No result is written. A framework of this environment is left out: `make test` has it.
+
+    Raises:
+        SystemExit: a test failed, or a plug-in had no test that passed.
+    """
+    broken: list[str] = []
+    for name, framework in FRAMEWORKS.items():
+        if find_spec(name.partition("-")[0]) is not None:
+            continue
+        with tempfile.TemporaryDirectory(prefix="halley-compatibility-") as folder:
+            runnable = [each for each in framework.versions if is_runnable(each)]
+            newest = runnable[-1].partition("+")[0]
+            packages = [f"{name}=={newest}", *framework.needs]
+            python = make_environment(Path(folder) / "venv", Path(sys.executable), packages)
+            found = run_tests(python, framework, Path(folder) / "report.xml")
+        if found["failed"] or not found["passed"]:
+            broken.append(f"{name} {newest}: {', '.join(found['failed']) or 'no test passed'}")
+    if broken:
+        raise SystemExit("\n".join(["plug-ins fail with", *broken]))
+
+
+def is_runnable(wanted: str) -> bool:
+    """Return whether the running interpreter is one that a version asks for."""
+    asked = re.search(r"\+python(\d+)\.(\d+)", wanted)
+    return not asked or sys.version_info[:2] >= (int(asked[1]), int(asked[2]))
+
+
 def run(words: list[str], bases: Path) -> None:
     """Run what the words of the command line name; make base environments in a folder."""
     match words:
@@ -231,6 +263,8 @@ def run(words: list[str], bases: Path) -> None:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["--gate"]:
+        return run_gate()
     with tempfile.TemporaryDirectory(prefix="halley-compatibility-") as folder:
         run(sys.argv[1:], Path(folder))
     for framework in FRAMEWORKS.values():
