@@ -49,7 +49,11 @@ OutputOption = Annotated[
     ),
 ]
 ModelsOption = Annotated[
-    str, typer.Option(help="Names of models, comma-separated; 'default' depends on the device.")
+    str,
+    typer.Option(
+        help="Models, comma-separated: name, config.json or sizes such as E=8,K=2,D=64,F=128; "
+        "'default' depends on the device."
+    ),
 ]
 TokensOption = Annotated[
     str, typer.Option(help="Tokens per rank, comma-separated; 'default' depends on the device.")

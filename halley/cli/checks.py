@@ -60,8 +60,15 @@ def check_seed(seed: int) -> None:
 
 
 def split_names(text: str, *, option: str) -> list[str]:
-    """Return the names of a comma-separated list; ``ValueError`` if it is empty or repeats one."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
+    """Return the names of a comma-separated list; ``ValueError`` if it is empty or repeats one.
+
+    Adjacent sizes with different letters, such as "E=8,K=2", are one name: that of a model.
+    """
+    words: list[str] = []
+    for word in filter(None, map(str.strip, text.split(","))):
+        last = words[-1] if words else ""
+        joins = "=" in word and "=" in last and f"{word[0]}=" not in last
+        words[-1:] = [f"{last},{word}"] if joins else [*words[-1:], word]
     if not words:
         raise ValueError(f"{option} ({text}) must name at least one")
     _check_distinct(words, text=text, option=option)

@@ -18,7 +18,7 @@ _NUM_SHOWN = 12  # rows of the table
 
 
 def layout(
-    model: Annotated[str, typer.Option(help="Name of the model.")],
+    model: Annotated[str, typer.Option(help="Name, config.json or sizes (E=8,K=2,D=64,F=128).")],
     nodes: Annotated[int, typer.Option(help="Nodes of the cluster.")],
     ranks_per_node: Annotated[int, typer.Option(help="GPUs of a node.")] = 8,
     device: Annotated[

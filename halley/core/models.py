@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import cast
 
 from halley.core.config import ModelConfig, MoEConfig, RouterConfig, RunConfig
+from halley.core.model_files import is_model_file, parse_sizes, read_model
 from halley.core.validation import Table, build, read_text, show, show_name, unknown_name
 
 
@@ -105,6 +106,10 @@ NAMED_MODELS: dict[str, ModelConfig] = {model.name: model for model in _MODELS}
 
 def find_model(name: str) -> ModelConfig:
     """Return a named model's configuration; raise a ``ValueError`` with all names if unknown."""
+    if is_model_file(name):
+        return read_model(Path(name))
+    if "=" in name:
+        return parse_sizes(name)
     if name not in NAMED_MODELS:
         raise ValueError(unknown_name(name, NAMED_MODELS, what="model"))
     return NAMED_MODELS[name]
@@ -131,7 +136,7 @@ def load_config(path: Path | None, *, overrides: list[str]) -> RunConfig:
     if not isinstance(name, str):
         raise ValueError(f"model.name ({show(name)}) must be of type str")
     base: Table = dataclasses.asdict(find_model(name))
-    _merge(base, model, prefix="model.")
+    _merge(base, {**model, "name": base["name"]}, prefix="model.")
     table["model"] = base
     return build(RunConfig, table)
 
