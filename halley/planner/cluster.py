@@ -8,12 +8,13 @@ cost of a prediction does not depend on their number.
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 
 from halley.core.config import ModelConfig
 from halley.core.timeline import exposed_us
 from halley.core.types import LayerShape, Task
 from halley.cost.hardware import Hardware, Predictor
-from halley.cost.simulate import simulate
+from halley.cost.simulate import makespan_us, simulate
 from halley.fused.config import KernelConfig
 from halley.strategies.all_to_all import all_to_all_tasks, choose_num_chunks
 from halley.strategies.fused import fused_tasks
@@ -67,10 +68,11 @@ def plan_layouts(
         num_tokens: of a rank, in one microbatch.
         num_microbatches: microbatches of a step, which reduces the gradients once.
     """
+    predict = partial(_predict, model, cluster, num_microbatches=num_microbatches)
     layouts = [
-        _predict(model, cluster, sizes, strategy, tasks, num_microbatches)
+        predict(sizes=sizes, strategy=strategy, tasks=tasks)
         for sizes in _list_sizes(model, cluster)
-        for strategy, tasks in _list_strategies(model, cluster, sizes, num_tokens)
+        for strategy, tasks in _list_strategies(model, cluster, sizes=sizes, num_tokens=num_tokens)
     ]
     if not layouts:
         raise ValueError(
@@ -128,52 +130,51 @@ def _list_sizes(model: ModelConfig, cluster: Cluster) -> Iterator[tuple[int, int
 
 
 def _list_strategies(
-    model: ModelConfig, cluster: Cluster, sizes: tuple[int, int], num_tokens: int
+    model: ModelConfig, cluster: Cluster, *, sizes: tuple[int, int], num_tokens: int
 ) -> Iterator[tuple[str, list[Task]]]:
     ep_size, tp_size = sizes
     hardware, local = cluster.hardware, cluster.ranks_per_node
     num_nodes = max(1, ep_size // local)
-    shape = LayerShape(  # shards of experts count as experts
+    moe, router = model.moe, model.moe.router
+    shape = LayerShape(
         num_tokens=num_tokens, hidden_size=model.hidden_size,
-        intermediate_size=model.moe.intermediate_size // tp_size,
-        num_experts=model.moe.num_experts * tp_size, top_k=model.moe.top_k * tp_size,
-        ep_size=ep_size, activation=model.moe.activation,
-        num_groups=model.moe.router.num_groups,
-        num_limited_groups=model.moe.router.num_limited_groups,
+        intermediate_size=moe.intermediate_size, num_experts=moe.num_experts, top_k=moe.top_k,
+        ep_size=ep_size, activation=moe.activation, num_groups=router.num_groups,
+        num_limited_groups=router.num_limited_groups,
     )  # fmt: skip
-    if num_nodes > 1 and hardware.network_bytes_per_s:
-        # Of the rows that leave a rank, this share leaves the node. The others use the link beside.
-        share = (ep_size - local) / (ep_size - 1)
-        rate = min(hardware.link_bytes_per_s, hardware.network_bytes_per_s / share)
-        predictor = Predictor(dataclasses.replace(hardware, link_bytes_per_s=rate))
-    else:
-        predictor = Predictor(hardware)
-    num_chunks = choose_num_chunks(shape, predictor)
-    yield "sequential", all_to_all_tasks(shape, predictor, num_chunks=1)
-    if num_chunks > 1:
-        yield "chunked", all_to_all_tasks(shape, predictor, num_chunks=num_chunks)
+
+    def shards(shape: LayerShape) -> LayerShape:  # each shard of an expert counts as an expert
+        return dataclasses.replace(
+            shape, intermediate_size=shape.intermediate_size // tp_size,
+            num_experts=shape.num_experts * tp_size, top_k=shape.top_k * tp_size,
+        )  # fmt: skip
 
     def fused(shape: LayerShape, predictor: Predictor) -> list[Task]:
         columns = KernelConfig().chunk_columns
-        return fused_tasks(shape, predictor, chunk_columns=columns, fused=True)
+        return fused_tasks(shards(shape), predictor, chunk_columns=columns, fused=True)
 
+    rate = hardware.link_bytes_per_s
+    if num_nodes > 1 and hardware.network_bytes_per_s:
+        # Of the rows that leave a rank, this share leaves the node. The others use the link beside.
+        share = (ep_size - local) / (ep_size - 1)
+        rate = min(rate, hardware.network_bytes_per_s / share)
+    predictor = Predictor(dataclasses.replace(hardware, link_bytes_per_s=rate))
     if num_nodes == 1:
         yield "fused", fused(shape, predictor)
-        return
-    options = [
-        list_tasks(shape, Predictor(hardware), num_nodes=num_nodes, inner=fused, pipeline=pipeline)
-        for pipeline in PIPELINES
-    ]
-    yield "hierarchical", min(options, key=_makespan_us)
-
-
-def _makespan_us(tasks: list[Task]) -> float:
-    return max(span.end_us for span in simulate(tasks))
+    else:
+        options = {"num_nodes": num_nodes, "inner": fused}
+        orders = [list_tasks(shape, Predictor(hardware), pipeline=p, **options) for p in PIPELINES]
+        yield "hierarchical", min(orders, key=makespan_us)
+    num_chunks = choose_num_chunks(shards(shape), predictor)
+    yield "sequential", all_to_all_tasks(shards(shape), predictor, num_chunks=1)
+    if num_chunks > 1:
+        yield "chunked", all_to_all_tasks(shards(shape), predictor, num_chunks=num_chunks)
 
 
 def _predict(
     model: ModelConfig,
     cluster: Cluster,
+    *,
     sizes: tuple[int, int],
     strategy: str,
     tasks: list[Task],

@@ -95,16 +95,10 @@ def _list_part(
     """Return ``inner``'s forward, backward, weight-gradient tasks for a ``share`` of the rows."""
     per_node = shape.num_experts // num_nodes
     top_k = max(1, min(shape.top_k // num_nodes, per_node))
-    tasks = inner(
-        replace(
-            shape,
-            num_tokens=max(1, round(shape.num_tokens * shape.top_k * share / top_k)),
-            num_experts=per_node,
-            top_k=top_k,
-            ep_size=shape.ep_size // num_nodes,
-        ),
-        predictor,
-    )
+    num_tokens = max(1, round(shape.num_tokens * shape.top_k * share / top_k))
+    inside = replace(shape, num_tokens=num_tokens, num_experts=per_node, top_k=top_k)
+    inside = replace(inside, ep_size=shape.ep_size // num_nodes, num_groups=1, num_limited_groups=1)
+    tasks = inner(inside, predictor)
     first = next((i for i, task in enumerate(tasks) if "backward" in task.name), len(tasks))
     weights = [task for task in tasks[first:] if "weights" in task.name]
     return tasks[:first], [task for task in tasks[first:] if task not in weights], weights
