@@ -204,17 +204,22 @@ def render(document: str, lines: list[str]) -> str:
     return f"{before}{START}\n\n" + "\n".join(lines) + f"\n\n{END}{after}"
 
 
+def run_version(name: str, wanted: str, base: Path) -> dict[str, Any]:
+    """Run a plug-in's tests with one version of its framework, in an environment over ``base``."""
+    framework = FRAMEWORKS[name]
+    with tempfile.TemporaryDirectory(prefix="halley-compatibility-") as folder:
+        packages = [f"{name}=={wanted.partition('+')[0]}", *framework.needs]
+        python = make_environment(Path(folder) / "venv", base, packages)
+        return run_tests(python, framework, Path(folder) / "report.xml")
+
+
 def run_framework(name: str, versions: Sequence[str], bases: Path) -> None:
     """Run the tests with these versions; keep the results of other versions."""
     framework = FRAMEWORKS[name]
     path = framework.results
     results = json.loads(path.read_text(encoding="ascii")) if path.exists() else {}
     for wanted in versions:
-        base = find_base(bases, wanted)
-        with tempfile.TemporaryDirectory(prefix="halley-compatibility-") as folder:
-            packages = [f"{name}=={wanted.partition('+')[0]}", *framework.needs]
-            python = make_environment(Path(folder) / "venv", base, packages)
-            results[wanted] = run_tests(python, framework, Path(folder) / "report.xml")
+        results[wanted] = run_version(name, wanted, find_base(bases, wanted))
         path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="ascii")
 
 
@@ -230,12 +235,8 @@ def run_gate() -> None:
     for name, framework in FRAMEWORKS.items():
         if find_spec(name.partition("-")[0]) is not None:
             continue
-        with tempfile.TemporaryDirectory(prefix="halley-compatibility-") as folder:
-            runnable = [each for each in framework.versions if is_runnable(each)]
-            newest = runnable[-1].partition("+")[0]
-            packages = [f"{name}=={newest}", *framework.needs]
-            python = make_environment(Path(folder) / "venv", Path(sys.executable), packages)
-            found = run_tests(python, framework, Path(folder) / "report.xml")
+        newest = [each for each in framework.versions if is_runnable(each)][-1]
+        found = run_version(name, newest, Path(sys.executable))
         if found["failed"] or not found["passed"]:
             broken.append(f"{name} {newest}: {', '.join(found['failed']) or 'no test passed'}")
     if broken:

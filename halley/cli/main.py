@@ -129,7 +129,7 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"halley {installed_version('halley-moe')}")
+        typer.echo(f"halley {installed_version('halley-moe') or 'unknown'}")
         raise typer.Exit
 
 

@@ -37,7 +37,7 @@ def layout(
     A layer means forward and backward in bfloat16 with balanced routing, without attention and
     shared experts. Prints the fastest layouts, the reason, then one JSON line per layout.
     """
-    # Imported here, because the import of Triton takes a second.
+    # Imported here, because the planner imports Triton, which other commands do not need.
     from halley.planner.cluster import Cluster, describe, explain, plan_layouts
 
     config, hardware = find_model(model), find_hardware(device)

@@ -2,6 +2,7 @@
 
 Such a configuration serves benchmarks, plans and training. It has no ``hf_family``, because the
 file does not tell whether Halley's equations are those of the model. So it cannot be exported.
+Keys that are not in the tables below, such as those of sliding windows, are ignored.
 """
 
 from pathlib import Path
@@ -80,13 +81,16 @@ def read_model(path: Path) -> ModelConfig:
     else:
         for name in ("num_groups", "num_limited_groups", "scaling_factor"):
             router.pop(name, None)
-    if isinstance(count := given.get("n_shared_experts"), int):
-        moe["shared_intermediate_size"] = count * given.get("moe_intermediate_size", 0)
+    count, size = given.get("n_shared_experts"), moe.get("intermediate_size")
+    if count is not None:
+        both = isinstance(count, int) and isinstance(size, int)
+        moe["shared_intermediate_size"] = count * size if both else count
     moe |= {"shared_gate": kind == "qwen2_moe", "expert_bias": kind == "gpt_oss"}
     if not model.get("num_dense_layers") and model.get("moe_interval", 1) == 1:
-        del model["dense_intermediate_size"]
-    if "head_dim" not in model and isinstance(model["hidden_size"], int):
-        model["head_dim"] = model["hidden_size"] // max(1, int(model["num_heads"]))
+        model.pop("dense_intermediate_size", None)
+    hidden_size, heads = model["hidden_size"], model["num_heads"]
+    if isinstance(hidden_size, int) and isinstance(heads, int) and heads > 0:
+        model.setdefault("head_dim", hidden_size // heads)
     name = path.parent.name or str(kind)
     table = {"name": name, **model, "moe": {**moe, "router": router}}
     return build_record(ModelConfig, table, where=where)

@@ -23,7 +23,7 @@ from halley.strategies.part_orders import PIPELINES, list_tasks
 
 _WEIGHT_BYTES = 4  # a bfloat16 weight and its gradient
 _STATE_BYTES = 12  # float32: weight and two moments of Adam, divided over copies as in ZeRO-1
-_GRADIENT_BYTES = 2
+_GRADIENT_BYTES = 2  # of a gradient in bfloat16, as it crosses the network
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,7 @@ def plan_layouts(
     """Return all layouts, those that fit the memory first, each part from fastest to slowest.
 
     Routing is balanced and tensors are bfloat16. The reduction of gradients is taken to use the
-    time in which the network is idle; it is exposed where it takes longer than that. Raises a
-    ``ValueError`` if no number of ranks of the cluster divides the experts evenly.
+    time in which the network is idle; it is exposed where it takes longer than that.
 
     Args:
         num_tokens: of a rank, in one microbatch.
@@ -74,11 +73,6 @@ def plan_layouts(
         for sizes in _list_sizes(model, cluster)
         for strategy, tasks in _list_strategies(model, cluster, sizes=sizes, num_tokens=num_tokens)
     ]
-    if not layouts:
-        raise ValueError(
-            f"ranks of a node ({cluster.ranks_per_node}) or of several nodes must divide the "
-            f"experts of {model.name} ({model.moe.num_experts})"
-        )
     return sorted(layouts, key=lambda each: (not each.fits, each.layer_us))
 
 

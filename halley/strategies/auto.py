@@ -146,7 +146,7 @@ class AutoStrategy(AbstractStrategy):
                 problem = self._no_access
             if problem:
                 problems[name] = problem
-        # One rank alone may have a problem, such as an unaligned weight.
+        # A problem of one rank, such as an unaligned weight, excludes the candidate on all ranks.
         for found in all_gather_objects(problems, group=self.group, operation="strategy auto"):
             problems |= found
         names = [name for name in self.candidates if name not in problems]

@@ -21,7 +21,8 @@ PartRunner = Callable[[torch.Tensor, Routing], torch.Tensor]
 def share_of_tokens(shape: LayerShape, *, num_experts: int) -> float:
     """Return the share of tokens that choose any of ``num_experts`` consecutive experts.
 
-    Routing is uniform: over the groups, then over the experts of the groups that a token may use.
+    These experts are a part of one group, or whole groups. Routing is uniform: over the groups,
+    then over the experts of the groups that a token may use.
     """
     groups, limit = shape.num_groups, shape.num_limited_groups
     size = shape.num_experts // groups
@@ -72,7 +73,7 @@ class AbstractStrategy(abc.ABC):
 
     @property
     def gemm(self) -> str:
-        """Name of GEMMs and sum order; strategies with the same name must give the same bits."""
+        """Name of the GEMM implementation; benchmarks compare bits of strategies of equal name."""
         return "torch"
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:

@@ -31,9 +31,8 @@ def test_model_without_a_name_in_halley() -> None:
     """GLM-4.5-Air has one dense layer, one shared expert and a sigmoid router."""
     model = find_model(str(CONFIGS / "glm-4.5-air" / "config.json"))
     assert (model.num_layers, model.num_moe_layers) == (46, 45)
-    moe = model.moe
-    assert (moe.num_experts, moe.top_k, moe.intermediate_size) == (128, 8, 1408)
-    assert (moe.shared_intermediate_size, moe.router.kind) == (1408, "sigmoid")
+    assert (model.moe.num_experts, model.moe.top_k, model.moe.intermediate_size) == (128, 8, 1408)
+    assert (model.moe.shared_intermediate_size, model.moe.router.kind) == (1408, "sigmoid")
 
 
 def test_transformers_5_nests_the_rotary_base(tmp_path: Path) -> None:
@@ -45,8 +44,7 @@ def test_transformers_5_nests_the_rotary_base(tmp_path: Path) -> None:
 
 
 def test_sizes_in_a_list_of_models(capsys: pytest.CaptureFixture[str]) -> None:
-    text = "tiny, E=8,K=2,D=64,F=128, E=4,K=1,D=32,F=64"
-    names = split_names(text, option="models")
+    names = split_names("tiny, E=8,K=2,D=64,F=128, E=4,K=1,D=32,F=64", option="models")
     assert names == ["tiny", "E=8,K=2,D=64,F=128", "E=4,K=1,D=32,F=64"]
     model = find_model(names[1])
     assert (model.moe.num_experts, model.moe.top_k, model.hidden_size) == (8, 2, 64)
@@ -59,6 +57,8 @@ WRONG = [
     ({"num_experts": None}, "must be of a Mixture-of-Experts model, with the key num_local_"),
     ({"hidden_act": "relu"}, "must have hidden_act silu, and has 'relu'"),
     ({"hidden_size": "2048"}, r"hidden_size \('2048'\) must be of type int"),
+    ({"num_attention_heads": [4]}, r"num_heads \(\[4\]\) must be of type int"),
+    ({"n_shared_experts": "9"}, r"moe.shared_intermediate_size \('9'\) must be of type int"),
     ({"num_experts_per_tok": 200}, r"top_k \(200\) must be between 1 and num_experts \(128\)"),
 ]
 
