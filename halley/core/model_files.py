@@ -82,9 +82,10 @@ def read_model(path: Path) -> ModelConfig:
         for name in ("num_groups", "num_limited_groups", "scaling_factor"):
             router.pop(name, None)
     count, size = given.get("n_shared_experts"), moe.get("intermediate_size")
+    if isinstance(count, int) and isinstance(size, int):
+        count = count * size
     if count is not None:
-        both = isinstance(count, int) and isinstance(size, int)
-        moe["shared_intermediate_size"] = count * size if both else count
+        moe["shared_intermediate_size"] = count
     moe |= {"shared_gate": kind == "qwen2_moe", "expert_bias": kind == "gpt_oss"}
     if not model.get("num_dense_layers") and model.get("moe_interval", 1) == 1:
         model.pop("dense_intermediate_size", None)
