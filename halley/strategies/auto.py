@@ -50,17 +50,18 @@ _UNDECIDED = Decision(name="", reason="", times_us={})
 
 @final
 class AutoStrategy(AbstractStrategy):
-    """Run a kind of layer by its fastest candidate; "chunked" if "fused" lacks symmetric memory.
+    """Run each kind of layer by its fastest candidate.
 
     The first call of a kind runs every candidate several times, in alternation, with backward if
     gradients are needed. It skips those with a problem or without memory. The time of a candidate
-    is that of its slowest rank. If symmetric memory is missing for "fused", it measures nothing.
+    is that of its slowest rank.
 
     Args:
-        candidates: strategies by name; with "fused" among them, also "chunked".
+        candidates: strategies by name.
         recorder: recorder of the candidates; disabled during the measurement.
+        across_hosts: further candidates, instead of "fused" where symmetric memory is missing.
         left_out: the reason why a strategy is no candidate, by name.
-        releases: free the buffers of "fused" as long as no kind of layer has chosen it.
+        releases: free the buffers of each candidate as long as no kind of layer has chosen it.
     """
 
     def __init__(
@@ -70,10 +71,12 @@ class AutoStrategy(AbstractStrategy):
         group: dist.ProcessGroup | None,
         device: torch.device | str,
         recorder: Recorder,
+        across_hosts: dict[str, AbstractStrategy] | None = None,
         left_out: dict[str, str] | None = None,
         releases: bool = False,
     ) -> None:
-        self.candidates = candidates
+        self._across_hosts = across_hosts or {}
+        self.candidates = candidates | self._across_hosts
         self.group, self.device, self.recorder = group, torch.device(device), recorder
         self.tp_size = next(iter(candidates.values())).tp_size
         self.num_sets = rank_and_size(group)[1] // self.tp_size
@@ -128,7 +131,8 @@ class AutoStrategy(AbstractStrategy):
         """Return tasks of the strategy chosen for training, else of the predicted fastest one."""
         if name := self.decision(shape, gradients=True).name:
             return self.candidates[name].tasks(shape, predictor)
-        return min((s.tasks(shape, predictor) for s in self.candidates.values()), key=makespan_us)
+        inside = [s for name, s in self.candidates.items() if name not in self._across_hosts]
+        return min((s.tasks(shape, predictor) for s in inside), key=makespan_us)
 
     def _decide(
         self, kind: _Kind, x_TD: torch.Tensor, routing: Routing, experts: Experts
@@ -139,38 +143,32 @@ class AutoStrategy(AbstractStrategy):
         compare_ranks("an MoE layer", values, group=self.group)
         if self._no_access is None:
             self._no_access = peer_access(self.group, self.device)
-        problems = dict(self._left_out)
-        for name, strategy in self.candidates.items():
-            problem = strategy.find_problem(experts, top_k=kind.top_k)
-            if name == _FUSED and self._no_access:
-                problem = self._no_access
-            if problem:
+        problems, skipped = dict(self._left_out), self._across_hosts.keys()
+        if self._no_access:
+            problems[_FUSED], skipped = self._no_access, {_FUSED}
+        candidates = {k: each for k, each in self.candidates.items() if k not in skipped}
+        for name, strategy in candidates.items():
+            if problem := strategy.find_problem(experts, top_k=kind.top_k):
                 problems[name] = problem
         # A problem of one rank, such as an unaligned weight, excludes the candidate on all ranks.
         for found in all_gather_objects(problems, group=self.group, operation="strategy auto"):
             problems |= found
-        names = [name for name in self.candidates if name not in problems]
-        times_us: dict[str, float] = {}
-        if self._no_access:
-            # "chunked" is taken unmeasured: it overlaps communication, and "sequential" does not.
-            name = "chunked"
-            why = f"chunked, as the fused kernels cannot run here: {self._no_access}"
-        else:
-            times_us, out_of_memory = self._measure(
-                names, x_TD, routing, experts, gradients=kind.gradients
-            )
-            name = min(times_us, key=lambda name: times_us[name])
-            shown = ", ".join(f"{name} {us:.0f} us" for name, us in times_us.items())
-            problems |= out_of_memory
-            why = f"{name} is fastest of {shown}"
-            why += "".join(f"; not {name}: {why}" for name, why in problems.items())
+        names = [name for name in candidates if name not in problems]
+        times_us, out_of_memory = self._measure(
+            names, x_TD, routing, experts, gradients=kind.gradients
+        )
+        problems |= out_of_memory
+        name = min(times_us, key=lambda name: times_us[name])
+        shown = ", ".join(f"{name} {us:.0f} us" for name, us in times_us.items())
+        why = f"{name} is fastest of {shown}"
+        why += "".join(f"; not {name}: {why}" for name, why in problems.items())
         direction = "with backward" if kind.gradients else "forward"
         layer = f"hidden_size {kind.hidden_size}, {kind.num_experts} experts, top_k {kind.top_k}"
         decision = Decision(name=name, reason=f"{layer}, {direction}: {why}", times_us=times_us)
         self._decisions[kind] = decision
         chosen = {each.name for each in self._decisions.values()}
-        if self._releases and _FUSED in names and _FUSED not in chosen:
-            self.candidates[_FUSED].release()
+        for unused in set(names) - chosen if self._releases else ():
+            self.candidates[unused].release()
         return decision
 
     def _measure(

@@ -18,7 +18,7 @@ from halley.core.timeline import Recorder
 from halley.core.types import Save, check_tp_size
 from halley.core.validation import check_type, parse_device, show_name
 from halley.cost.hardware import predictor_of
-from halley.distributed.nodes import find_nodes
+from halley.distributed.nodes import Nodes, find_nodes
 from halley.distributed.peers import rank_and_size
 from halley.ops.wire import WireDtype
 from halley.strategies.all_gather import AllGatherStrategy
@@ -128,20 +128,16 @@ def build_strategy(
     check_tp_size(tp_size, num_ranks=rank_and_size(group)[1])
     device = parse_device(device)
     _check_options(num_chunks=num_chunks, max_load=max_load, timeout_s=timeout_s)
+    shared: dict[str, Any] = {"recorder": recorder, "tp_size": tp_size}
     if choice.kind in ("sequential", "chunked"):
-        return AllToAllStrategy(
-            group,
-            recorder=recorder,
-            tp_size=tp_size,
-            num_chunks=1 if choice.kind == "sequential" else choice.num_chunks or num_chunks,
-            predictor=predictor_of(device),
-        )
+        num_chunks = 1 if choice.kind == "sequential" else choice.num_chunks or num_chunks
+        predictor = predictor_of(device)
+        return AllToAllStrategy(group, num_chunks=num_chunks, predictor=predictor, **shared)
     if choice.kind == "all_gather":
-        return AllGatherStrategy(group, recorder=recorder, tp_size=tp_size)
+        return AllGatherStrategy(group, **shared)
     if choice.kind == "functional":
         return TraceableStrategy(group, tp_size=tp_size)
-    limits: dict[str, Any] = {"tp_size": tp_size, "max_load": max_load, "timeout_s": timeout_s}
-    options = {"recorder": recorder, "device": device, **limits}
+    options = {**shared, "device": device, "max_load": max_load, "timeout_s": timeout_s}
     if choice.kind in ("deduplicated", "hierarchical"):
         return _build_hierarchical(name, group, options)
     if choice.kind == "auto":
@@ -151,7 +147,10 @@ def build_strategy(
     from halley.fused.buffers import Workspaces
     from halley.strategies.fused import FusedStrategy
 
-    fused, buffers = choice.kind == "fused", workspaces or Workspaces(group, device, **limits)
+    buffers = workspaces or Workspaces(
+        group, device, tp_size=tp_size, max_load=max_load, timeout_s=timeout_s
+    )
+    fused = choice.kind == "fused"
     return FusedStrategy(buffers, recorder=recorder, fused=fused, save=choice.save)
 
 
@@ -164,15 +163,18 @@ def build_pipelines(
     tp_size: int = 1,
     max_load: float = 0.0,
     timeout_s: float = 600.0,
+    nodes: Nodes | None = None,
 ) -> dict[str, HierarchicalStrategy]:
-    """Return a strategy across nodes for each of ``PIPELINES``, by pipeline name; a collective.
+    """Return a strategy across nodes for each of ``PIPELINES``, by pipeline name.
 
     All share buffers. Inside a node they run "fused" where GPUs can address each other's memory,
-    else "sequential". ``name`` is "hierarchical" or "deduplicated", with variants.
+    else "sequential". ``name`` is "hierarchical" or "deduplicated", with variants. Without
+    ``nodes``, a collective of all ranks of the job finds them.
     """
     choice, device = _parse(name), parse_device(device)
-    size = 1 if choice.kind == "deduplicated" else choice.ranks_per_node
-    nodes = find_nodes(group, ranks_per_node=size)
+    if nodes is None:
+        size = 1 if choice.kind == "deduplicated" else choice.ranks_per_node
+        nodes = find_nodes(group, ranks_per_node=size)
     if nodes.ranks_per_node % tp_size:
         raise ValueError(
             f"tp_size ({tp_size}) must divide the ranks of a node ({nodes.ranks_per_node}) with "
@@ -182,14 +184,9 @@ def build_pipelines(
         from halley.fused.buffers import Workspaces
         from halley.strategies.fused import FusedStrategy
 
-        workspaces = Workspaces(
-            nodes.local,
-            device,
-            tp_size=tp_size,
-            max_load=max_load,
-            timeout_s=timeout_s,
-            reserved_sms=_NETWORK_SMS if nodes.num_nodes > 1 else 0,
-        )
+        reserved_sms = _NETWORK_SMS if nodes.num_nodes > 1 else 0
+        limits: dict[str, Any] = {"tp_size": tp_size, "max_load": max_load, "timeout_s": timeout_s}
+        workspaces = Workspaces(nodes.local, device, reserved_sms=reserved_sms, **limits)
         inner: AbstractStrategy = FusedStrategy(workspaces, recorder=recorder)
     else:
         inner = AllToAllStrategy(nodes.local, recorder=recorder, tp_size=tp_size)
@@ -220,8 +217,10 @@ def _build_hierarchical(
 
 
 def _build_auto(group: dist.ProcessGroup | None, options: dict[str, Any]) -> AutoStrategy:
-    """Return "auto" over "sequential", "chunked" and, where useful, "fused" and "all_gather"."""
+    """Return "auto" over "sequential", "chunked" and, where useful, other strategies."""
     device, shares_workspaces = options["device"], options["workspaces"] is not None
+    rank, num_ranks = rank_and_size(group)
+    across_hosts: dict[str, AbstractStrategy] = {}
     names, left_out = ["sequential", "chunked"], dict[str, str]()
     if device.type == "cpu" and not shares_workspaces:
         left_out["fused"] = "its kernels are interpreted on a CPU"
@@ -229,14 +228,21 @@ def _build_auto(group: dist.ProcessGroup | None, options: dict[str, Any]) -> Aut
         names.append("fused")
     # "all_gather" is a candidate if all ranks share all experts, so each rank needs all tokens.
     # Otherwise it allocates rows for slots of other ranks' experts.
-    if 1 < options["tp_size"] == rank_and_size(group)[1]:
+    if 1 < options["tp_size"] == num_ranks:
         names.append("all_gather")
     candidates = {name: build_strategy(name, group, **options) for name in names}
+    if "fused" in names and options["tp_size"] == 1 < num_ranks:
+        # "hierarchical" would create process groups, for which all ranks of the job must wait.
+        where = {key: options[key] for key in ("recorder", "device", "timeout_s")}
+        nodes = Nodes(node=rank, num_nodes=num_ranks)
+        pipelines = build_pipelines("deduplicated", group, nodes=nodes, **where)
+        across_hosts |= {f"deduplicated {name}": each for name, each in pipelines.items()}
     return AutoStrategy(
         candidates,
         group=group,
         device=device,
         recorder=options["recorder"],
+        across_hosts=across_hosts,
         left_out=left_out,
         releases=not shares_workspaces,
     )

@@ -81,10 +81,9 @@ def pretended_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _auto(
-    candidates: dict[str, Any], group: dist.ProcessGroup | None = None, *, releases: bool = False
+    candidates: dict[str, Any], group: dist.ProcessGroup | None = None, **options: Any
 ) -> AutoStrategy:
-    where = {"group": group, "device": CPU, "recorder": Recorder(CPU)}
-    return AutoStrategy({**candidates}, releases=releases, **where)
+    return AutoStrategy(candidates, group=group, device=CPU, recorder=Recorder(CPU), **options)
 
 
 def _forward(strategy: AbstractStrategy, case: LayerCase, rank: int = 0) -> torch.Tensor:
@@ -158,16 +157,15 @@ def test_choice_where_only_biases_require_gradients() -> None:
     assert set(got) == {"y", "up_bias_LG.grad", "down_bias_LD.grad"}
 
 
-def test_chunked_is_chosen_without_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halley.strategies.auto.peer_access", lambda group, device: "on Mars")
-    names = ("sequential", "chunked", "fused")
-    candidates = {name: _Slow(0.01) for name in names}
-    auto = _auto(candidates)
-    for num_calls, gradients in ((1, False), (2, True)):
-        assert _choose(auto, gradients=gradients) == "chunked"
-        assert [c.num_calls for c in candidates.values()] == [0, num_calls, 0]
-    assert auto.reasons[0].endswith("chunked, as the fused kernels cannot run here: on Mars")
-    assert auto.decision(SHAPE, gradients=True).times_us == {}
+@pytest.mark.parametrize("no_access", ["", "on Mars"])
+def test_candidates_across_hosts_replace_fused(no_access: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("halley.strategies.auto.peer_access", lambda group, device: no_access)
+    across_hosts = {"together": _Slow(0.01), "split": _Slow(0.02)}
+    auto = _auto({"chunked": _Slow(0.02), "fused": _Slow(0.03)}, across_hosts=across_hosts)
+    assert _choose(auto, gradients=False) == ("together" if no_access else "chunked")
+    measured = list(auto.decision(SHAPE, gradients=False).times_us)
+    assert measured == ["chunked", *(across_hosts if no_access else ["fused"])]
+    assert auto.reasons[0].endswith("; not fused: on Mars") == bool(no_access)
 
 
 def test_tasks_are_those_of_the_chosen_strategy() -> None:
@@ -199,30 +197,30 @@ def test_all_ranks_choose_by_the_time_of_the_slowest_rank(run_ranks: RunRanks) -
     assert first == "fused"
 
 
-def _check_values(rank: int, num_ranks: int) -> None:
+def _check_values(rank: int, num_ranks: int, no_access: str) -> None:
     recorder, group = Recorder(CPU), dist.group.WORLD
     buffers = Workspaces(group, CPU)
     strategy = build_strategy("auto", group, recorder=recorder, device=CPU, workspaces=buffers)
     assert isinstance(strategy, AutoStrategy)
-    sizes: dict[str, Any] = {"num_experts": 2, "top_k": 1}
-    for case in (
-        LayerCase(num_tokens_W=(5, 0), **sizes),
-        LayerCase(num_tokens_W=(2, 3), seed=1, **sizes),
-        LayerCase(num_tokens_W=(4, 3), bias=True, **sizes),
-    ):
-        with torch.no_grad():
+    cases: Any = (((5, 0), {}), ((2, 3), {"seed": 1}), ((4, 3), {"bias": True}))
+    for num_tokens_W, options in cases:
+        case = LayerCase(num_tokens_W=num_tokens_W, num_experts=2, top_k=1, **options)
+        with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("halley.strategies.auto.peer_access", lambda group, device: no_access)
             y_TD = _forward(strategy, case, rank)
         got = train(strategy.forward, case, rank)
         check_values(got, case, rank)
         check_values(got | {"y": y_TD}, case, rank)
     assert len(strategy.reasons) == 4  # two layers, each with and without gradients
-    assert "expert_bias (true) must be false" in strategy.reasons[2]
+    assert (no_access or "expert_bias (true) must be false") in strategy.reasons[2]
+    assert ("deduplicated split" in strategy.reasons[0]) == bool(no_access)
     assert recorder.enabled
     assert recorder.collect()  # spans of the calls after the measurement
 
 
-def test_values_equal_the_reference(run_ranks: RunRanks) -> None:
-    run_ranks(_check_values, 2)
+@pytest.mark.parametrize("no_access", ["", "on Mars"])
+def test_values_equal_the_reference(no_access: str, run_ranks: RunRanks) -> None:
+    run_ranks(_check_values, 2, no_access)
 
 
 def test_interpreted_kernels_are_not_measured_on_a_cpu() -> None:
