@@ -1,4 +1,4 @@
-# make demo | test | test-unit | lint | chaos | plug-ins | bench | compat | clean
+# make demo | test | test-unit | lint | docs | chaos | plug-ins | bench | compat | clean
 #
 # PYTHON=python3.12   the interpreter that .venv is made with, 3.11 or newer
 # TORCH=2.11.0        another torch than the one of constraints.txt
@@ -9,11 +9,12 @@ TORCH ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install -q -q --disable-pip-version-check -c $(VENV)/constraints.txt -e
 
 # pyright would ask the package index for a newer pyright at each start.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: demo test test-unit lint chaos plug-ins bench compat clean
+.PHONY: demo test test-unit lint docs chaos plug-ins bench compat clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed
@@ -34,6 +35,10 @@ lint: $(VENV)/.installed
 	$(BIN)/codespell
 	$(BIN)/pytest -q tests/test_layering.py tests/test_language.py
 
+# The documentation site, in build/site. A broken link or a warning is an error.
+docs: $(VENV)/.docs
+	$(BIN)/python docs/site/build.py
+
 # A training run that is killed, stopped and damaged for two minutes, and must end as if it had not.
 chaos: $(VENV)/.installed
 	$(BIN)/python -m tests.hostile.chaos --seed 0 --faults 30 --limit-s 120
@@ -52,7 +57,7 @@ compat: $(VENV)/.installed
 	$(BIN)/python benchmarks/compatibility.py
 
 clean:
-	rm -rf build dist .hypothesis .pytest_cache .ruff_cache
+	rm -rf build dist .cache .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -60,5 +65,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 		{ echo 'error: Halley needs Python 3.11 or newer, and PYTHON=$(PYTHON) is not: make PYTHON=python3.12' >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install -q -q --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev,plot]'
+	$(PIP_INSTALL) '.[dev,plot]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(PIP_INSTALL) '.[docs]'
 	touch $@
