@@ -9,16 +9,17 @@ median milliseconds, exposed communication in forward and backward, and the pred
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
-from typing import Any, cast, final
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.emulated_link import Link, emulate_link
 from benchmarks.graph_bench.gpt2_moe import GPT2MoE, GPT2Shape, TrainingLoss, check_gate
 from halley.distributed.mesh import build_groups
-from halley.lanes import Exchange, LaneStep, compile_step
+from halley.lanes import LaneStep, compile_step
 from halley.lanes.capture import Inner
 from halley.strategies.traceable import TraceableStrategy
 
@@ -26,57 +27,19 @@ from halley.strategies.traceable import TraceableStrategy
 NUM_BEFORE = 3  # steps before the plan; the first one compiles
 
 
-@final
-class EmulatedLink(Exchange):
-    """Lets the result of a collective arrive as late as over a slow link.
-
-    Transfers share the link one after another. ``exposed_s`` adds up how long waits sleep until the
-    link is done. It does not contain the time in which a rank waits for a slower one. ``num_bytes``
-    adds up the bytes of all transfers.
-    """
-
-    def __init__(self, bytes_per_s: float = float("inf")) -> None:
-        self.bytes_per_s = bytes_per_s
-        self.num_bytes, self.exposed_s = 0, 0.0
-        self._free_s = 0.0
-        self._transfers: list[tuple[torch.Tensor, float]] = []
-
-    def start(self, call: Callable[..., Any], values: list[Any]) -> Sequence[Any]:
-        rows = values[0]
-        results = call(values)
-        num_bytes = max(rows.nbytes, results[0].nbytes)
-        self._free_s = max(time.perf_counter(), self._free_s) + num_bytes / self.bytes_per_s
-        self._transfers.append((results[0], self._free_s))
-        self.num_bytes += num_bytes
-        return results
-
-    def wait(self, call: Callable[..., Any], values: list[Any]) -> Sequence[Any]:
-        at = next(at for at, (rows, _) in enumerate(self._transfers) if rows is values[0])
-        left_s = self._transfers.pop(at)[1] - time.perf_counter()
-        if left_s > 0.0:
-            time.sleep(left_s)
-            self.exposed_s += left_s
-        return call(values)
-
-    def take_exposed_s(self) -> float:
-        """Return the exposed time since the last call."""
-        exposed_s, self.exposed_s = self.exposed_s, 0.0
-        return exposed_s
-
-
 def _time(
-    step: LaneStep, batch: Sequence[torch.Tensor], link: EmulatedLink, *, num_steps: int
+    step: LaneStep, batch: Sequence[torch.Tensor], link: Link, *, num_steps: int
 ) -> list[tuple[float, float, float]]:
     """Return milliseconds, exposed milliseconds and milliseconds of the wire of each step."""
     times: list[tuple[float, float, float]] = []
     for _ in range(num_steps):
         dist.barrier()
-        link.num_bytes, _ = 0, link.take_exposed_s()
+        link.clear()
         begin_s = time.perf_counter()
         step(*batch)
         step_s = time.perf_counter() - begin_s
         wire_s = link.num_bytes / link.bytes_per_s
-        times.append((1e3 * step_s, 1e3 * link.take_exposed_s(), 1e3 * wire_s))
+        times.append((1e3 * step_s, 1e3 * link.exposed_s, 1e3 * wire_s))
     return times
 
 
@@ -96,7 +59,8 @@ def _parse() -> argparse.Namespace:
 def main() -> None:
     """Run the benchmark on this rank."""
     args = _parse()
-    dist.init_process_group("gloo")
+    link = emulate_link(bytes_per_s=1e6 * args.mb_per_s)
+    dist.init_process_group(link.backend)
     torch.set_num_threads(1)
     groups = build_groups(0, device_type="cpu")
     shape = GPT2Shape(
@@ -113,14 +77,8 @@ def main() -> None:
     size = (args.batch * args.microbatches, args.seq_len + 1)
     text = torch.randint(args.vocab, size, generator=generator)
     batch = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-    link = EmulatedLink(1e6 * args.mb_per_s)
-    step = compile_step(
-        model,
-        args.microbatches,
-        max_lanes=args.lanes,
-        inner=cast(Inner, args.inner),
-        exchange=link,
-    )
+    inner = cast(Inner, args.inner)
+    step = compile_step(model, args.microbatches, max_lanes=args.lanes, inner=inner)
     begin_s = time.perf_counter()
     before = _time(step, batch, link, num_steps=NUM_BEFORE)[1:]
     compile_s = time.perf_counter() - begin_s - sum(each[0] for each in before) / 1e3

@@ -4,9 +4,8 @@ Start reading in ``lane_step.py``, which has the entry point ``compile_step`` an
 work: capture, cut, compile, measure, schedule, run. docs/lanes.md explains the method.
 """
 
-from halley.lanes.executor import Exchange
 from halley.lanes.lane_schedule import LanePlan
 from halley.lanes.lane_step import LaneStep, compile_step
 
 
-__all__ = ["Exchange", "LanePlan", "LaneStep", "compile_step"]
+__all__ = ["LanePlan", "LaneStep", "compile_step"]

@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -16,24 +15,6 @@ from halley.ops.gradient_hook import find_gradient_hook
 
 
 Order = Sequence[tuple[int, int]]  # pairs of a microbatch and the index of an item
-
-
-class Exchange:
-    """Starts the collectives of a step and waits for them, by torch's functional collectives.
-
-    A subclass may send rows in another way, or emulate a slower link.
-    """
-
-    def start(self, call: Call, values: list[Any]) -> Sequence[Any]:
-        """Start a collective by ``call``; return its results, which are valid only after ``wait``.
-
-        ``values`` are rows and, if they differ between ranks, the numbers of rows of each rank.
-        """
-        return call(values)
-
-    def wait(self, call: Call, values: list[Any]) -> Sequence[Any]:
-        """Wait by ``call`` for the collective whose result is in ``values``; return that result."""
-        return call(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +52,10 @@ class Executor:
         order: Order,
         *,
         loss: str,
-        exchange: Exchange,
         captures: bool = False,
     ) -> None:
         check_order(items, order)
         self._loss = loss
-        bound = {"start": exchange.start, "wait": exchange.wait}
-        functions: list[Call] = [
-            partial(bound[item.kind], call) if item.kind in bound else call
-            for item, call in zip(items, calls, strict=True)
-        ]
         read_later: set[tuple[int, str]] = {(microbatch, loss) for microbatch, _ in order}
         actions: list[_Action] = []
         for microbatch, index in reversed(order):
@@ -94,7 +69,7 @@ class Executor:
                     stream={"wait": "exposed", "host": "host"}.get(item.kind, "compute"),
                     microbatch=microbatch,
                     item=item,
-                    call=functions[index],
+                    call=calls[index],
                     last_reads=last_reads,
                     is_read=is_read,
                 )

@@ -25,7 +25,7 @@ from halley.core.timeline import Recorder, Span
 from halley.core.validation import build, check_choice, check_type
 from halley.lanes.capture import TANGENT, Arguments, Capture, Inner, StepGraphs
 from halley.lanes.cut import cut_step
-from halley.lanes.executor import Exchange, Executor, Order, one_after_another
+from halley.lanes.executor import Executor, Order, one_after_another
 from halley.lanes.lane_schedule import LanePlan, measured_durations, plan_lanes
 from halley.lanes.segment_compiler import SegmentCompiler
 
@@ -38,7 +38,6 @@ _NUM_MEASURED_STEPS = 2
 class _Options:
     num_microbatches: int
     max_lanes: int
-    exchange: Exchange
     recorder: Recorder | None
     timeout_s: float
 
@@ -49,7 +48,6 @@ def compile_step(
     *,
     max_lanes: int = 2,
     inner: Inner = "inductor",
-    exchange: Exchange | None = None,
     recorder: Recorder | None = None,
     timeout_s: float = 300.0,
 ) -> "LaneStep":
@@ -64,7 +62,6 @@ def compile_step(
         num_microbatches: parts of a batch, along the first dimension of its tensors.
         max_lanes: most microbatches that run side by side. Each holds its saved activations.
         inner: compiler of the segments: "inductor", or "eager" for operators one by one.
-        exchange: starts collectives and waits for them; None for torch's functional collectives.
         recorder: records a span for each item; waits are in the stream "exposed".
         timeout_s: time that a rank waits for the others, in seconds.
 
@@ -81,7 +78,6 @@ def compile_step(
     options = _Options(
         num_microbatches=num_microbatches,
         max_lanes=max_lanes,
-        exchange=exchange or Exchange(),
         recorder=recorder,
         timeout_s=timeout_s,
     )
@@ -205,10 +201,8 @@ class _Program:
         return torch.stack(losses)
 
     def _build(self, order: Order) -> Executor:
-        exchange, captures = self._options.exchange, self._is_cuda and self.plan is not None
-        return Executor(
-            self.items, self._calls, order, loss=self._loss, exchange=exchange, captures=captures
-        )
+        captures = self._is_cuda and self.plan is not None
+        return Executor(self.items, self._calls, order, loss=self._loss, captures=captures)
 
     def _share_plan(self) -> LanePlan:
         """Plan the order on rank 0 from rank 0's measured times; return the plan on all ranks."""

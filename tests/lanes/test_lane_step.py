@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.emulated_link import emulate_link
 from benchmarks.graph_bench.gpt2_moe import Gate
-from benchmarks.lane_bench import EmulatedLink
 from halley.core.timeline import Recorder, waited_us
 from halley.core.types import DROPPED
 from halley.distributed.mesh import build_groups
-from halley.lanes import Exchange, compile_step
+from halley.lanes import compile_step
 from halley.lanes.capture import Capture, Inner
 from halley.lanes.cut import Item, cut_step
 from halley.lanes.executor import Executor, Order, one_after_another
@@ -94,7 +95,6 @@ def _run_schedules(rank: int, num_ranks: int, gate: Gate) -> dict[str, tuple[boo
                     [compiler.compile(item)[1] for item in items],
                     order,
                     loss=f"f:{forward.output_node().args[0][0].name}",  # type: ignore
-                    exchange=Exchange(),
                 )
                 losses = executor.run(inputs, calls[0].values, recorder=OFF)
                 results[name] = take_result(torch.stack(losses), model)
@@ -137,12 +137,12 @@ def _train(
     rank: int, num_ranks: int, inner: Inner, gate: Gate
 ) -> tuple[list[bool], list[bool], int, tuple[int, int]]:
     """Return which steps equal the first and an uncompiled one, number of lanes and of items."""
+    link = emulate_link(bytes_per_s=1e6)  # so slow that lanes are predicted to be faster
     groups = build_groups(num_ranks, device_type="cpu")
-    model = build_gpt2(gate, groups, num_layers=4)
+    model = build_gpt2(gate, replace(groups, ep=dist.new_group(backend=link.backend)), num_layers=4)
     batch = make_batch(rank, batch_size=2 * BATCH_SIZE)
     with fresh_graphs():
-        # Over a link this slow, lanes are predicted to be faster.
-        step = compile_step(model, 2, inner=inner, exchange=EmulatedLink(1e6))
+        step = compile_step(model, 2, inner=inner)
         results = [take_result(step(*batch), model) for _ in range(NUM_STEPS)]
         assert step.plan is not None
         num_lanes, counts = step.plan.num_lanes, step.num_items
@@ -206,24 +206,25 @@ def test_new_shapes_accumulation_hooks_and_recorder(run_ranks) -> None:
 
 def _measure_exposed(rank: int, num_ranks: int) -> tuple[float, float]:
     """Return the exposed seconds of a step, one microbatch after another and in lanes."""
-    groups = build_groups(num_ranks, device_type="cpu")
+    groups, link = build_groups(num_ranks, device_type="cpu"), emulate_link()
     sizes = {"vocab_size": 64, "seq_len": 64}
-    model = build_gpt2("dropless", groups, num_layers=8, hidden_size=64, **sizes)
+    slow = replace(groups, ep=dist.new_group(backend=link.backend))
+    model = build_gpt2("dropless", slow, num_layers=8, hidden_size=64, **sizes)
     batch = make_batch(rank, batch_size=16, **sizes)
-    link = EmulatedLink()
     exposed_s: list[float] = []
     with fresh_graphs():
-        step = compile_step(model, 2, inner="eager", exchange=link)
+        step = compile_step(model, 2, inner="eager")
         step(*batch)
         # All transfers together take a third of the time of the computation on this machine.
         begin_s = time.perf_counter()
         run_uncompiled(model, batch, num_microbatches=2)
         compute_s = torch.tensor(time.perf_counter() - begin_s)
         dist.broadcast(compute_s, 0)
-        link.bytes_per_s = link.num_bytes / (compute_s.item() / 3)
+        link.bytes_per_s = link.num_bytes / 2 / (compute_s.item() / 3)
         for _ in range(7):
+            link.clear()
             step(*batch)
-            exposed_s.append(link.take_exposed_s())
+            exposed_s.append(link.exposed_s)
     destroy(groups)
     return min(exposed_s[:2]), min(exposed_s[2:])
 
