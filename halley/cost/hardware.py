@@ -1,5 +1,6 @@
 """Rates of known devices, a roofline model that predicts times, and the current environment."""
 
+import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from halley.core.validation import check_fields, parse_device
 
 
 _MATMUL_SIZE = 4096
+_TILE_ROWS, _TILE_COLUMNS = 128, 256  # of an output tile of a grouped GEMM on a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,25 +22,22 @@ class Hardware:
 
     name: str  # start of the device name that the driver reports; "cpu" for a CPU
     gemm_flops_per_s: float  # of a large bfloat16 matmul (float32 on a CPU)
-    # Dense bfloat16 rate of the vendor's data sheet, the denominator of MFU; None if none exists.
-    peak_flops_per_s: float | None
+    peak_flops_per_s: float | None  # dense bfloat16, of the data sheet, for MFU; None: unknown
     memory_bytes_per_s: float  # of a large copy, bytes read plus bytes written
-    fused_bytes_per_s: float  # the same rate of kernels fused by Inductor, which also compute
+    fused_bytes_per_s: float  # the same rate of kernels that also compute or gather rows
     link_bytes_per_s: float  # of an all-to-all, bytes out of each device
     link_latency_us: float  # time of the shortest all-to-all
-    launch_us: float  # host time to launch one operation of an eager layer
+    launch_us: float  # host time to launch one kernel
     kernel_us: float  # time of the shortest kernel plus the gap before the next one
     graph_us: float = 0.0  # host time from the call of a compiled graph to its first operator
-    # Host time for a compiled graph to call one operator. The launch of a kernel that Inductor
-    # generates takes a third of it.
-    call_us: float = 0.0
+    call_us: float = 0.0  # host time of an operator of a compiled graph; Inductor's: a third of it
     collective_us: float = 0.0  # host time to start one collective
-    # A sum over many rows runs as two kernels. This is the time of the second kernel, in which few
-    # CTAs add the partial sums of the first.
-    split_sum_us: float = 0.0
+    split_sum_us: float = 0.0  # of the second kernel of a sum over many rows: adds partial sums
     network_bytes_per_s: float = 0.0  # of an all-to-all between nodes; 0: that of the link
     device_bytes: float = 0.0  # memory of the device; 0: unknown
     read_us: float = 0.0  # time in which the host reads a value from the device
+    eager_us: float = 0.0  # host time of one operation of an eager layer: docs/predictions.md
+    num_sms: int = 0  # over which the tiles of a grouped GEMM are spread; 0: it has no tiles
 
 
 # Sources of the H200's numbers. Rates: measured on four GPUs of one host with torch 2.11 and
@@ -62,15 +61,13 @@ H200 = Hardware(
     kernel_us=3.0,
     split_sum_us=15.0,
     read_us=20.0,
+    eager_us=34.0,
+    num_sms=132,
     device_bytes=141e9,
 )
 # The H100 is the same chip as the H200, with slower memory.
 H100 = replace(
-    H200,
-    name="NVIDIA H100",
-    memory_bytes_per_s=3.0e12,
-    fused_bytes_per_s=2.4e12,
-    device_bytes=80e9,
+    H200, name="NVIDIA H100", memory_bytes_per_s=3.0e12, fused_bytes_per_s=2.4e12, device_bytes=80e9
 )
 # The A100 was not measured. Its peak is that of its data sheet. Other rates are data-sheet rates
 # times about the fraction that an H200 reaches. Its latencies are those of the H200.
@@ -82,6 +79,7 @@ A100 = replace(
     memory_bytes_per_s=1.7e12,
     fused_bytes_per_s=1.35e12,
     link_bytes_per_s=180e9,
+    num_sms=108,
     device_bytes=80e9,
 )
 # Rates of a CPU core per rank, with gloo over loopback; only their order of magnitude matters. The
@@ -123,10 +121,14 @@ class Predictor:
         self, num_rows: float, num_groups: int, *, inner: int, outer: int, itemsize: int
     ) -> float:
         """Predict the us of a grouped GEMM: ``num_rows`` rows in total, ``num_groups`` matrices."""
-        compute_s = 2.0 * num_rows * inner * outer / self.hardware.gemm_flops_per_s
+        area, num_sms = num_rows * outer, self.hardware.num_sms
+        if num_sms:  # on average, the last tile of a group and the last wave of tiles are half full
+            area += (num_groups * outer + num_sms * _TILE_COLUMNS) * _TILE_ROWS / 2
+        compute_s = 2.0 * area * inner / self.hardware.gemm_flops_per_s
         num_bytes = itemsize * (num_rows * (inner + outer) + num_groups * inner * outer)
         memory_s = num_bytes / self.hardware.memory_bytes_per_s
-        return max(compute_s, memory_s) * 1e6 + self.hardware.launch_us
+        # Loads overlap arithmetic in part only.
+        return math.hypot(compute_s, memory_s) * 1e6 + self.hardware.launch_us
 
     def all_to_all_us(self, num_bytes: float) -> float:
         """Predict the us of an all-to-all: each rank sends ``num_bytes`` in total to its peers."""
@@ -158,11 +160,10 @@ def peak_flops_per_s(device: torch.device) -> float | None:
     """Return the dense bfloat16 FLOP/s of a GPU, the denominator of MFU; None for a CPU."""
     if device.type == "cpu":
         return None
-    name = torch.cuda.get_device_name(device)
-    for hardware in KNOWN:
-        if name.startswith(hardware.name):
-            return hardware.peak_flops_per_s
-    return _measure_matmul(device)
+    try:
+        return find_hardware(torch.cuda.get_device_name(device)).peak_flops_per_s
+    except ValueError:
+        return _measure_matmul(device)
 
 
 def _measure_matmul(device: torch.device) -> float:

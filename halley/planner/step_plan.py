@@ -77,8 +77,8 @@ def plan_strategies(
     place = {"num_ranks": num_ranks, "hardware": hardware}
     times = StepTimes(config, on_progress=on_progress, **place, **options)
     strategies = choose_strategies(names, num_layers=num_layers, predict=times)
-    others = [name for name in _WITHOUT_PASSES if name not in candidates]
-    unpassed = others if "functional" in names else []
+    others = _WITHOUT_PASSES if "functional" in names else ()
+    unpassed = [name for name in others if name not in candidates]
     return StepPlan(
         strategies=strategies,
         step_us=times(strategies),
@@ -187,8 +187,7 @@ class StepTimes:
             text = f"predicting a step of {', '.join(in_graphs)} with passes {passes}"
             self._on_progress(text, len(self._known), 0)
             reports = trace_step(config, in_graphs, passes=passes, **self._options)
-            step_us = sum(each.time_after.makespan_us for each in reports)
-            self._known[in_graphs, passes] = step_us
+            self._known[in_graphs, passes] = sum(each.time_after.makespan_us for each in reports)
         return self._known[in_graphs, passes] + strategies.count("chunked") * self._chunked_us
 
 

@@ -108,15 +108,15 @@ def all_gather_tasks(shape: LayerShape, predictor: Predictor) -> list[Task]:
     link_us = predictor.all_to_all_us(crossings * hidden_bytes)
     route_us = predictor.memory_us(16.0 * rows * shape.ep_size, num_ops=12)
     num_local = local_experts(shape.num_experts, ep_size=shape.ep_size)
-    gemm_us = experts_us(shape, predictor, num_rows=rows, num_groups=num_local)
+    forward_us, backward_us = experts_us(shape, predictor, num_rows=rows, num_groups=num_local)
     # Each rank sums over the slots of all tokens, most of which have no row on this rank.
     sum_us = predictor.memory_us(2.0 * rows * shape.ep_size * hidden_bytes, num_ops=2)
     return [
         comm_task("dispatch", link_us, needs=""),
         compute_task("route", route_us, needs=("dispatch",)),
-        compute_task("experts", gemm_us + sum_us, needs=("route",)),
+        compute_task("experts", forward_us + sum_us, needs=("route",)),
         comm_task("combine", link_us, needs="experts"),
         comm_task("combine.backward", link_us, needs="combine"),
-        compute_task("experts.backward", 2 * gemm_us + sum_us, needs=("combine.backward",)),
+        compute_task("experts.backward", backward_us + sum_us, needs=("combine.backward",)),
         comm_task("dispatch.backward", link_us, needs="experts.backward"),
     ]

@@ -38,7 +38,7 @@ from halley.core.types import (
     local_experts,
 )
 from halley.cost.hardware import Predictor
-from halley.cost.simulate import makespan_us
+from halley.cost.simulate import HOST, makespan_us
 from halley.distributed.peers import rank_and_size
 from halley.ops.exchange import Exchange, concat_in_place, gather_table
 from halley.ops.expert_rows import (
@@ -48,20 +48,14 @@ from halley.ops.expert_rows import (
     invert_permutation,
     reorder_rows,
 )
-from halley.strategies.base import (
-    AbstractStrategy,
-    Lockstep,
-    check_inputs,
-    comm_task,
-    compute_task,
-    experts_us,
-)
+from halley.strategies.base import AbstractStrategy, Lockstep, check_inputs, experts_us
 
 
 # A function of rows sorted by expert, (R, D), and ``ends_L``, the end of each expert's rows, (L,)
 # int32, that returns the expert output of each row, (R, D).
 ComputeRows = Callable[..., torch.Tensor]
 
+_BMM = 3.8  # time in which ``bmm`` reads rows, over that of other kernels: docs/LOG.md
 _NUM_CHUNKS = (1, 2, 3, 4, 6, 8)  # candidates of choose_num_chunks
 
 
@@ -320,42 +314,52 @@ def _copy_order(
 
 
 def all_to_all_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int) -> list[Task]:
-    """Return forward and backward simulator tasks of the strategy with ``num_chunks`` chunks."""
-    rows = shape.num_tokens * shape.top_k
-    hidden_bytes = shape.hidden_size * shape.itemsize
-    reorder_us = predictor.memory_us(2.0 * rows * hidden_bytes, num_ops=1)
-    sizes = chunk_sizes(local_experts(shape.num_experts, ep_size=shape.ep_size), num_chunks)
-    shares = [size / sum(sizes) for size in sizes]
-    exchange_us = [
-        predictor.all_to_all_us(rows * share * hidden_bytes * (1.0 - 1.0 / shape.ep_size))
-        for share in shares
-    ]
-    gemm_us = [
-        experts_us(shape, predictor, num_rows=rows * share, num_groups=size)
-        for share, size in zip(shares, sizes, strict=True)
-    ]
-    route_us = predictor.memory_us(16.0 * rows, num_ops=12) + predictor.hardware.link_latency_us
+    """Return forward and backward simulator tasks of the strategy with ``num_chunks`` chunks.
+
+    The host launches each task before it starts. Operations are those of the code, with NumPy but
+    without views; an operation of backward counts twice, because autograd calls it.
+    """
+    hardware, rows = predictor.hardware, shape.num_tokens * shape.top_k
+    row_bytes, is_split = shape.hidden_size * shape.itemsize, num_chunks > 1
+    pass_us = rows * row_bytes / hardware.fused_bytes_per_s * 1e6  # to read or write all rows
+    num_local = local_experts(shape.num_experts, ep_size=shape.ep_size)
+    exchange_us: list[float] = []
+    experts: list[tuple[float, float]] = []
+    for size in chunk_sizes(num_local, num_chunks):
+        moved = rows * size / num_local
+        exchange_us.append(predictor.all_to_all_us(moved * row_bytes * (1 - 1 / shape.ep_size)))
+        experts.append(experts_us(shape, predictor, num_rows=moved, num_groups=size))
+    # Autograd concatenates the weight gradients of chunks.
+    num_weights = num_local * (shape.up_size + shape.intermediate_size) * shape.hidden_size
+    concat_us = predictor.memory_us(2.0 * num_weights * shape.itemsize) if is_split else 0.0
+    tasks: list[Task] = []
+
+    def add(stream: str, name: str, duration_us: float, *needs: str, num_ops: int = 0) -> None:
+        host_us = num_ops * hardware.eager_us + (stream == "comm") * hardware.collective_us
+        start = Task(name=f"start.{name}", stream=HOST, duration_us=host_us)
+        needs = (start.name, *needs)
+        tasks.extend([start, Task(name=name, stream=stream, duration_us=duration_us, needs=needs)])
 
     chunks = range(num_chunks)
-    tasks = [
-        compute_task("route", route_us, needs=()),
-        compute_task("gather", reorder_us, needs=("route",)),
-        *(comm_task(f"dispatch.{c}", exchange_us[c], needs="gather") for c in chunks),
-    ]
+    add("comm", "route", hardware.link_latency_us, num_ops=7)
+    tasks.append(Task(name="read", stream=HOST, duration_us=hardware.read_us, needs=("route",)))
+    add("compute", "gather", 2 * pass_us, num_ops=9 if is_split else 5)
     for c in chunks:
-        tasks.append(compute_task(f"experts.{c}", gemm_us[c], needs=(f"dispatch.{c}",)))
-        tasks.append(comm_task(f"combine.{c}", exchange_us[c], needs=f"experts.{c}"))
-    returned = tuple(f"combine.{c}" for c in chunks)
-    tasks.append(compute_task("restore", 2 * reorder_us, needs=returned))
-    tasks.append(compute_task("restore.backward", 2 * reorder_us, needs=("restore",)))
+        add("comm", f"dispatch.{c}", exchange_us[c], "gather")
+    for c in chunks:
+        add("compute", f"experts.{c}", experts[c][0], f"dispatch.{c}", num_ops=12)
+        add("comm", f"combine.{c}", exchange_us[c], f"experts.{c}", num_ops=7)
+    returned = [f"combine.{c}" for c in chunks]
+    add("compute", "restore", (2 + _BMM) * pass_us, *returned, num_ops=3)
+    add("compute", "restore.backward", (6 + _BMM) * pass_us, "restore", num_ops=14)
     for c in reversed(chunks):
-        tasks.append(comm_task(f"combine.backward.{c}", exchange_us[c], needs="restore.backward"))
+        add("comm", f"combine.backward.{c}", exchange_us[c], "restore.backward")
     for c in reversed(chunks):
-        name, needs = f"experts.backward.{c}", (f"combine.backward.{c}",)
-        tasks.append(compute_task(name, 2 * gemm_us[c], needs=needs))
-        tasks.append(comm_task(f"dispatch.backward.{c}", exchange_us[c], needs=name))
-    returned = tuple(f"dispatch.backward.{c}" for c in chunks)
-    tasks.append(compute_task("gather.backward", 2 * reorder_us, needs=returned))
+        name = f"experts.backward.{c}"
+        add("compute", name, experts[c][1], f"combine.backward.{c}", num_ops=24)
+        add("comm", f"dispatch.backward.{c}", exchange_us[c], name)
+    returned, num_ops = [f"dispatch.backward.{c}" for c in chunks], 12 if is_split else 4
+    add("compute", "gather.backward", 3 * pass_us + concat_us, *returned, num_ops=num_ops)
     return tasks
 
 

@@ -15,6 +15,8 @@ from halley.cost.hardware import Predictor
 from halley.distributed.peers import Collective, compare_ranks, name_ranks, time_limit
 
 
+_EAGER = 1.06  # time of torch's grouped GEMM over that of Halley's kernels: docs/predictions.md
+
 PartRunner = Callable[[torch.Tensor, Routing], torch.Tensor]
 
 
@@ -222,9 +224,12 @@ def gemms_us(
 
 def experts_us(
     shape: LayerShape, predictor: Predictor, *, num_rows: float, num_groups: int
-) -> float:
-    """Return the predicted forward time of a rank's experts: GEMMs, activation, row reordering."""
-    up_us, down_us = gemms_us(shape, predictor, num_rows=num_rows, num_groups=num_groups)
-    columns = 2 * shape.up_size + 3 * shape.intermediate_size + 4 * shape.hidden_size
-    moved = num_rows * shape.itemsize * columns
-    return up_us + down_us + predictor.memory_us(moved, num_ops=4)
+) -> tuple[float, float]:
+    """Return predicted forward and backward durations of a rank's experts, with reordered rows."""
+    gemm_us = _EAGER * sum(gemms_us(shape, predictor, num_rows=num_rows, num_groups=num_groups))
+    column_us = num_rows * shape.itemsize / predictor.hardware.fused_bytes_per_s * 1e6
+    # Numbers of (R, F) tensors that the activation's kernels read and write, forward and backward.
+    forward, backward = (5, 13) if shape.activation == "swiglu" else (2, 3)
+    moved, inner = 4 * shape.hidden_size, shape.intermediate_size
+    forward_us = gemm_us + column_us * (moved + forward * inner)
+    return forward_us, 2 * gemm_us + column_us * (moved + backward * inner)

@@ -43,6 +43,9 @@ _CAPABILITY = (9, 0)  # Hopper: the kernels use the Tensor Memory Accelerator (T
 _MAX_RANKS = 31  # kernels keep sets of ranks as bits of an int32
 _MAX_EXPERTS = 2**15 - 1  # kernels pack an expert id with 16 other bits into an int32
 _MAX_TOP_K = 64
+# For predictions, see docs/predictions.md: time of a copy into the send buffer over that of a copy,
+# rate of pushes over that of NCCL, time of SMs per time of communication, operations by the host.
+_PUBLISH, _PUSH, _BESIDE, _NUM_OPS, _NUM_BACKWARD_OPS = 3.0, 1.1, 0.37, 3, 9
 _ROW_ALIGNMENT = 16  # bytes, required by TMA for each row
 _DTYPES = {
     "cpu": (torch.float32, torch.float16, torch.bfloat16),
@@ -244,18 +247,19 @@ def fused_tasks(
     The tasks approximate the overlap inside the kernels: the first GEMM has a task for the rows of
     each source rank, and the second GEMM one for each chunk of ``chunk_columns`` columns. A token
     crosses the link once to each rank that holds one of its experts, and one partial sum returns.
-    The SMs that communication occupies are not counted.
+    Communication occupies SMs, so it slows the GEMM beside it.
     """
-    rows, ranks = shape.num_tokens * shape.top_k, shape.ep_size
+    rows, ranks, hardware = shape.num_tokens * shape.top_k, shape.ep_size, predictor.hardware
     row_bytes = shape.hidden_size * shape.itemsize
     num_local = local_experts(shape.num_experts, ep_size=ranks)
     crossings = shape.num_tokens * (ranks - 1) * share_of_tokens(shape, num_experts=num_local)
     up_us, down_us = gemms_us(shape, predictor, num_rows=rows, num_groups=num_local)
     up, down = ("up", up_us), ("down", down_us)
-    publish_us = predictor.memory_us(2.0 * shape.num_tokens * row_bytes)
-    plan_us = predictor.memory_us(32.0 * rows, num_ops=2) + predictor.hardware.link_latency_us
-    link_us = predictor.all_to_all_us(crossings * shape.hidden_size * shape.itemsize)
-    expand_us = predictor.memory_us(2.0 * rows * row_bytes)  # one copy of a token per chosen expert
+    publish_us = _PUBLISH * predictor.memory_us(2.0 * shape.num_tokens * row_bytes)
+    plan_us = hardware.link_latency_us + _NUM_OPS * hardware.eager_us
+    link_us = crossings * row_bytes / (_PUSH * hardware.link_bytes_per_s) * 1e6
+    beside_us = _BESIDE * link_us if fused else 0.0
+    expand_us = predictor.memory_us(2.0 * rows * row_bytes) / ranks  # copies of own tokens
     sum_us = predictor.memory_us((rows + 2.0 * crossings + shape.num_tokens) * row_bytes)
     # Task 0 of the fused first GEMM has the rows of this rank, which do not cross the link.
     num_sources, num_own = (ranks, 1) if fused else (1, 0)
@@ -271,25 +275,24 @@ def fused_tasks(
         ]
         for source in range(num_sources):
             rows_from = needs if source < num_own else f"{fetch}.{source}"
-            duration_us = (expand_us + first[1]) / num_sources
+            duration_us = (expand_us + beside_us + first[1]) / num_sources
             name = f"{first[0]}{suffix}.{source}"
             tasks.append(compute_task(name, duration_us, needs=(rows_from,)))
         last = tasks[-1].name
         for chunk in range(num_chunks):
             name = f"{second[0]}{suffix}.{chunk}"
-            tasks.append(compute_task(name, second[1] / num_chunks, needs=(last,)))
+            tasks.append(compute_task(name, (second[1] + beside_us) / num_chunks, needs=(last,)))
             tasks.append(comm_task(f"combine{suffix}.{chunk}", link_us / num_chunks, needs=name))
         for chunk in range(num_chunks):
             sums = (f"combine{suffix}.{chunk}",)
             tasks.append(compute_task(f"sum{suffix}.{chunk}", sum_us / num_chunks, needs=sums))
         return tasks
 
-    plan = compute_task("plan", plan_us, needs=("publish",))
-    tasks = [compute_task("publish", publish_us, needs=()), plan]
+    tasks = [compute_task("publish", publish_us, needs=())]
+    tasks.append(compute_task("plan", plan_us, needs=("publish",)))
     tasks += run_pass("", up, down, needs="plan")
+    publish_us += _NUM_BACKWARD_OPS * hardware.eager_us
     tasks.append(compute_task("publish.backward", publish_us, needs=(tasks[-1].name,)))
     tasks += run_pass(".backward", down, up, needs="publish.backward")
-    weights_need = (f"down.backward.{num_sources - 1}",)
-    for name, duration_us in (down, up):
-        tasks.append(compute_task(f"{name}.weights", duration_us, needs=weights_need))
-    return tasks
+    last = (f"down.backward.{num_sources - 1}",)
+    return tasks + [compute_task(f"{name}.weights", us, needs=last) for name, us in (down, up)]

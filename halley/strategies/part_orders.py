@@ -46,12 +46,7 @@ PIPELINES = (
 
 
 def list_tasks(
-    shape: LayerShape,
-    predictor: Predictor,
-    *,
-    num_nodes: int,
-    inner: ListTasks,
-    pipeline: Pipeline,
+    shape: LayerShape, predictor: Predictor, *, num_nodes: int, inner: ListTasks, pipeline: Pipeline
 ) -> list[Task]:
     """Return the simulator tasks of a layer across nodes with balanced routing.
 
@@ -75,13 +70,10 @@ def list_tasks(
     listed = [compute_task("route", route_us, needs=())]
     for backward in (False, True):
         listed += _list_pass(
-            [part[backward] for part in parts],
-            chunks=[part.chunk for part in pipeline.parts],
-            crossing_us=crossing_us,
-            add_us=add_us,
-            after=listed[-1].name,
+            [part[backward] for part in parts], chunks=[part.chunk for part in pipeline.parts],
+            crossing_us=crossing_us, add_us=add_us, after=listed[-1].name,
             suffix=".backward" if backward else "",
-        )
+        )  # fmt: skip
     weights = _list_part(shape, 1.0, predictor, num_nodes, inner)[2]  # of all parts
     weights_us = sum(task.duration_us for task in weights)
     # Weight gradients precede the last task, which waits for token gradients from other nodes.
@@ -105,14 +97,9 @@ def _list_part(
 
 
 def _list_pass(
-    parts: list[list[Task]],
-    *,
-    chunks: list[int | None],
-    crossing_us: float,
-    add_us: float,
-    after: str,
-    suffix: str,
-) -> list[Task]:
+    parts: list[list[Task]], *, chunks: list[int | None], crossing_us: float, add_us: float,
+    after: str, suffix: str,
+) -> list[Task]:  # fmt: skip
     """Return simulator tasks of forward or backward: parts, exchanges beside them, final sum.
 
     ``chunks`` has each ``Part.chunk``. ``after`` is the name of the task before the first of them.

@@ -38,9 +38,8 @@ def test_curve_below_between_and_above_its_points() -> None:
 
 def test_slower_work_is_measured_slower() -> None:
     small, large = torch.ones(8, 8), torch.ones(512, 512)
-    assert measure_us(lambda: small @ small, device=CPU) < measure_us(
-        lambda: large @ large, device=CPU
-    )
+    least_us = measure_us(lambda: small @ small, device=CPU)
+    assert least_us < measure_us(lambda: large @ large, device=CPU)
     curve = measure_curve(lambda size: torch.ones(size // 4).sum(), [4, 4_000_000], device=CPU)
     assert [size for size, _ in curve.points] == [4, 4_000_000]
     assert curve.points[0][1] < curve.points[1][1]
@@ -166,6 +165,5 @@ def test_offline_table_never_measures(tmp_path: Path) -> None:
 
 
 def test_environment_of_a_cpu() -> None:
-    versions = f"torch {torch.__version__}"
-    want = Environment(device="cpu", versions=versions, topology="ranks 4")
+    want = Environment(device="cpu", versions=f"torch {torch.__version__}", topology="ranks 4")
     assert find_environment(CPU, topology="ranks 4") == want

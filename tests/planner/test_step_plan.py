@@ -39,7 +39,7 @@ def _config(num_layers: int, *, passes: str = "wgrad", num_heads: int = 32) -> R
 
 
 def _hardware(gb_per_s: float) -> Hardware:
-    free = dict.fromkeys(("graph_us", "split_sum_us", "call_us", "collective_us"), 0.0)
+    free = dict.fromkeys(("graph_us", "split_sum_us", "call_us", "collective_us", "eager_us"), 0.0)
     times = {"link_latency_us": 2.0, "launch_us": 0.5, "kernel_us": 0.5, **free}
     return dataclasses.replace(H200, link_bytes_per_s=gb_per_s * 1e9, **times)
 
@@ -91,8 +91,7 @@ def test_strategy_with_a_problem_is_not_chosen() -> None:
 def test_problems_that_need_no_rank() -> None:
     config = _config(1)
     assert find_problems(config, hardware=H200) == {}
-    train = dataclasses.replace(config.train, dtype="float32")
-    single = dataclasses.replace(config, train=train)
+    single = dataclasses.replace(config, train=dataclasses.replace(config.train, dtype="float32"))
     assert list(find_problems(single, hardware=H200)) == ["fused"]
     assert find_problems(single, hardware=CPU) == {}
     moe = dataclasses.replace(config.model.moe, expert_bias=True)
@@ -123,8 +122,7 @@ def _by_hand(traced: list[tuple[tuple[str, ...], str]], us: dict[str, float]):
 
 def test_time_of_a_deep_model_is_extrapolated_from_short_models(monkeypatch) -> None:
     traced: list[tuple[tuple[str, ...], str]] = []
-    trace = _by_hand(traced, {"functional": 3.0, "fused": 2.0})
-    monkeypatch.setattr(step_plan, "trace_step", trace)
+    monkeypatch.setattr(step_plan, "trace_step", _by_hand(traced, {"functional": 3, "fused": 2}))
     deep = dataclasses.replace(
         _config(41).model, num_dense_layers=1, moe_interval=2, dense_intermediate_size=64
     )
@@ -154,8 +152,7 @@ def test_chunked_layers_count_each_shard_as_an_expert(monkeypatch) -> None:
 
 def test_chunks_are_chosen_where_the_wire_is_slow(monkeypatch) -> None:
     """Without passes, layers do not overlap, so all have the strategy that is best for one."""
-    trace = _by_hand([], {"functional": 5000.0, "fused": 4000.0})
-    monkeypatch.setattr(step_plan, "trace_step", trace)
+    monkeypatch.setattr(step_plan, "trace_step", _by_hand([], {"functional": 5e3, "fused": 4e3}))
     config = _config(3, passes="none")
     slow, fast = _hardware(20.0), _hardware(20000.0)
     plan = plan_strategies(config, num_ranks=4, hardware=slow, problems={"fused": NO_ACCESS})
