@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from halley.cli.checks import MAX_PLANNED_RANKS, check_range, check_replaceable
 from halley.core.config import ModelConfig
@@ -20,21 +21,21 @@ from halley.planner.expert_balance import max_over_mean, plan_placement, rank_lo
 def balance(
     counts: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             help="The file counts.json that halley train writes: a JSON list with one list per "
             "layer, which holds the number of tokens of each expert."
         ),
     ],
-    ranks: Annotated[int, typer.Option(help="Ranks that share the experts (ep_size of the run).")],
+    ranks: Annotated[int, Option(help="Ranks that share the experts (ep_size of the run).")],
     output: Annotated[
-        Path, typer.Option(help="File for the placement; an earlier placement is replaced.")
+        Path, Option(help="File for the placement; an earlier placement is replaced.")
     ],
     spare: Annotated[
-        int, typer.Option(help="Most experts that a rank may hold beyond an even share.")
+        int, Option(help="Most experts that a rank may hold beyond an even share.")
     ] = 1,
     model: Annotated[
         str | None,
-        typer.Option(help="Name of the model, to print the memory that the spare experts need."),
+        Option(help="Name of the model, to print the memory that the spare experts need."),
     ] = None,
 ) -> int:
     """Plan which experts each rank holds, some of them on several ranks; write the plan to a file.
@@ -46,10 +47,8 @@ def balance(
     num_experts = len(counts_ME[0])
     priced = None if model is None else find_model(model)
     if priced is not None and priced.moe.num_experts != num_experts:
-        raise ValueError(
-            f"model ({priced.name}) must have the experts of the counts ({num_experts}) and has "
-            f"{priced.moe.num_experts}"
-        )
+        rule = f"have the experts of the counts ({num_experts})"
+        raise ValueError(f"model ({priced.name}) must {rule} and has {priced.moe.num_experts}")
     check_range(ranks, 1, MAX_PLANNED_RANKS, option="ranks")
     what = "a placement of halley plan balance"
     check_replaceable(output, option="output", what=what, start=b"{", inside=b'"num_experts": ')
@@ -85,6 +84,7 @@ def _compare_loads(
     table = Table(title="load of each rank, % of the mean", caption=caption)
     for name in ("layer", "before", "max / mean", "after", "max / mean", "spare"):
         table.add_column(name, justify="left" if name in ("before", "after") else "right")
+    keys = ("max_over_mean_before", "max_over_mean_after", "spare_experts_per_rank")
     layers: list[dict[str, object]] = []
     for index, (after, spare) in enumerate(zip(after_MW, spare_M, strict=True)):
         before = before_MW[index] if before_MW else None
@@ -93,17 +93,10 @@ def _compare_loads(
         table.add_row(
             str(index), _percents(before), cells[0], _percents(after), cells[1], str(spare)
         )
-        layers.append({
-            "max_over_mean_before": ratios[0], "max_over_mean_after": ratios[1],
-            "spare_experts_per_rank": spare,
-        })  # fmt: skip
-    return table, {
-        "max_over_mean_before": _overall(before_MW),
-        "max_over_mean_after": _overall(after_MW),
-        "spare_experts_per_rank": num_spare,
-        "spare_bytes_per_rank": num_bytes,
-        "layers": layers,
-    }
+        layers.append(dict(zip(keys, (*ratios, spare), strict=True)))
+    overall = (_overall(before_MW), _overall(after_MW), num_spare)
+    summary = dict(zip(keys, overall, strict=True))
+    return table, {**summary, "spare_bytes_per_rank": num_bytes, "layers": layers}
 
 
 def _expert_bytes(config: ModelConfig) -> int:

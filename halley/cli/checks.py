@@ -26,10 +26,8 @@ _HEAD_BYTES = 4096
 def check_package(name: str, *, extra: str, option: str) -> None:
     """Raise ``ValueError`` if a package is missing; the message names Halley's extra for it."""
     if find_spec(name) is None:
-        raise ValueError(
-            f"{option} must have the package {name}: pip install '.[{extra}]' in a checkout of "
-            "Halley"
-        )
+        remedy = f"pip install '.[{extra}]' in a checkout of Halley"
+        raise ValueError(f"{option} must have the package {name}: {remedy}")
 
 
 def read_dtype(name: str, *, on_gpu: bool) -> torch.dtype:
@@ -141,9 +139,8 @@ def check_replaceable(
     except OSError as error:
         raise ValueError(f"{option} ({path}) must be a file to write: {error.strerror}") from error
     if head and not (head.startswith(start) and inside in head):
-        raise ValueError(
-            f"{option} ({path}) must be a new file or hold {what}: it holds something else"
-        )
+        rule = f"be a new file or hold {what}: it holds something else"
+        raise ValueError(f"{option} ({path}) must {rule}")
 
 
 def check_chart(path: Path | None, *, option: str) -> None:

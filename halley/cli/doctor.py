@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
+from typer import Option
 
 from halley.cli.bench import DeviceOption, DtypeOption
 from halley.cli.checks import check_range, rank_memory_bytes, read_dtype
@@ -44,18 +45,15 @@ _BUFFERS = {
 def doctor(
     context: typer.Context,
     model: Annotated[
-        str | None,
-        typer.Option(help="Name of a model. Ranks start and run an MoE layer of it."),
+        str | None, Option(help="Name of a model. Ranks start and run an MoE layer of it.")
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="Tokens per rank; default: 2048 on GPUs, 512 on CPUs.")
+        int | None, Option(help="Tokens per rank; default: 2048 on GPUs, 512 on CPUs.")
     ] = None,
     dtype: DtypeOption = "default",
     nproc: NprocOption = 0,
     device: DeviceOption = "auto",
-    time_limit: Annotated[
-        float, typer.Option(help="Seconds that the run of the layer may take.")
-    ] = 300,
+    time_limit: Annotated[float, Option(help="Seconds that the run of the layer may take.")] = 300,
 ) -> int:
     """Show versions, devices and links, and whether each strategy can run on this machine.
 
@@ -78,17 +76,15 @@ def doctor(
         typer.echo(json.dumps(dataclasses.asdict(machine)))
         return 0 if any(not each.problems for each in machine.strategies) else 1
     if not 0 < time_limit <= _MAX_TIME_LIMIT_S:
-        raise ValueError(
-            f"time_limit ({time_limit:g}) must be above 0 and at most {_MAX_TIME_LIMIT_S} s"
-        )
+        rule = f"above 0 and at most {_MAX_TIME_LIMIT_S} s"
+        raise ValueError(f"time_limit ({time_limit:g}) must be {rule}")
     num_ranks = count_ranks(nproc, device=device)
     on_gpu = pick_device(device).type == "cuda"
-    case = LayerCase(
-        model=find_model(model),
-        num_tokens=(2048 if on_gpu else 512) if tokens is None else tokens,
-        dtype=read_dtype(dtype, on_gpu=on_gpu),
-    )
-    check_range(case.num_tokens, 1, option="tokens")
+    if tokens is None:
+        tokens = 2048 if on_gpu else 512
+    config = find_model(model)
+    case = LayerCase(model=config, num_tokens=tokens, dtype=read_dtype(dtype, on_gpu=on_gpu))
+    check_range(tokens, 1, option="tokens")
     memory_bytes = rank_memory_bytes(num_ranks, device=device)
     check_memory([case], ep_size=num_ranks, memory_bytes=memory_bytes, backward=False)
     launch_ranks(nproc, device=device)
@@ -167,10 +163,6 @@ def choice_table(choice: LayerChoice) -> Table:
 
 def machine_table(machine: Machine) -> Table:
     """Return a table of all fields of a machine; each problem of a strategy is red."""
-    packages = [
-        (name, version or escape(f"- pip install '.[{OPTIONAL_PACKAGES[name]}]'"))
-        for name, version in machine.packages.items()
-    ]
     return _table(
         "Halley on this machine",
         {
@@ -178,7 +170,10 @@ def machine_table(machine: Machine) -> Table:
             "devices": _devices(machine),
             "links": _links(machine.links),
             "backends": [(name, _mark(there)) for name, there in machine.backends.items()],
-            "packages": packages,
+            "packages": [
+                (name, version or escape(f"- pip install '.[{OPTIONAL_PACKAGES[name]}]'"))
+                for name, version in machine.packages.items()
+            ],
             "strategies": [(escape(each.name), _strategy(each)) for each in machine.strategies],
             "notes": [("", f"[yellow]{escape(note)}[/yellow]") for note in machine.notes],
         },

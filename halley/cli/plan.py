@@ -11,6 +11,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Option
 
 from halley.cli.checks import (
     MAX_PLANNED_RANKS,
@@ -47,49 +48,40 @@ if TYPE_CHECKING:
 _DEVICE = "NVIDIA H200"  # the default of --device
 _PASSES = "wgrad"
 
-_DeviceOption = Annotated[
-    str, typer.Option(help="GPU of the predicted run; Halley must know its rates.")
-]
+_DeviceOption = Annotated[str, Option(help="GPU of the predicted run; Halley must know its rates.")]
 _LinkOption = Annotated[
-    float,
-    typer.Option(help="Bandwidth out of each device in GB/s; 0: the known one of the device."),
+    float, Option(help="Bandwidth out of each device in GB/s; 0: the known one of the device.")
 ]
 _MemoryMarginOption = Annotated[
     float,
-    typer.Option(
+    Option(
         help="Fraction by which the passes may raise the peak memory, for example 0.02 for 2 %."
     ),
 ]
 _PeerAccessOption = Annotated[
     bool,
-    typer.Option(
+    Option(
         help="Whether GPUs can address each other's memory, as on one host; the strategy fused "
         "needs this."
     ),
 ]
 _ProfilesOption = Annotated[
-    Path | None,
-    typer.Option(help="File of measured operator times; default: the tables in the package."),
+    Path | None, Option(help="File of measured operator times; default: the tables in the package.")
 ]
 _FillOption = Annotated[
-    bool,
-    typer.Option(help="Measure operators without a time on this GPU, and add them to --profiles."),
+    bool, Option(help="Measure operators without a time on this GPU, and add them to --profiles.")
 ]
-_TimelineOption = Annotated[
-    Path | None, typer.Option(help="PNG file for a chart of the simulated step.")
-]
+_TimelineOption = Annotated[Path | None, Option(help="PNG file for a chart of the simulated step.")]
 _MeasureOption = Annotated[
     int,
-    typer.Option(
-        help="Also run this many steps on --ranks ranks of this host, and time them; 0: off."
-    ),
+    Option(help="Also run this many steps on --ranks ranks of this host, and time them; 0: off."),
 ]
 
 
 def graph(
     config: ConfigOption = None,
     overrides: SetOption = None,
-    ranks: Annotated[int, typer.Option(help="Number of ranks of the predicted run.")] = 8,
+    ranks: Annotated[int, Option(help="Number of ranks of the predicted run.")] = 8,
     device: _DeviceOption = _DEVICE,
     link: _LinkOption = 0.0,
     memory_margin: _MemoryMarginOption = 0.02,
@@ -120,11 +112,10 @@ def graph(
     options: dict[str, Any] = {"passes": _PASSES, "memory_margin": memory_margin}
     if not measure:
         hardware = find_hardware(device)
-        if link and not 0.001 <= link < math.inf:
-            raise ValueError(
-                f"link ({link:g}) must be at least 0.001 GB/s, or 0 for the device's own"
-            )
         if link:
+            if not 0.001 <= link < math.inf:
+                rule = "at least 0.001 GB/s, or 0 for the device's own"
+                raise ValueError(f"link ({link:g}) must be {rule}")
             hardware = dataclasses.replace(hardware, link_bytes_per_s=link * 1e9)
         options |= {"num_ranks": ranks, "hardware": hardware, "fill": fill}
         options |= {"profiles": _check_profiles(profiles, fill=fill, device=device)}
@@ -176,14 +167,11 @@ def _check(config: RunConfig, *, ranks: int, measure: int, device: str, link: fl
     # With --measure, the step runs on this host, so options of other hardware are refused.
     for name, value, default in (("device", device, _DEVICE), ("link", link, 0.0)):
         if value != default:
-            raise ValueError(
-                f"{name} ({value}) must be left out with measure, which runs on this host"
-            )
+            rule = "left out with measure, which runs on this host"
+            raise ValueError(f"{name} ({value}) must be {rule}")
     if config.strategy not in (RunConfig.strategy, "functional"):
-        raise ValueError(
-            f"strategy ({config.strategy}) must be functional with measure: fused layers are one "
-            "operator, of which no part is seen"
-        )
+        reason = "fused layers are one operator, of which no part is seen"
+        raise ValueError(f"strategy ({config.strategy}) must be functional with measure: {reason}")
 
 
 def _check_profiles(path: Path | None, *, fill: bool, device: str) -> Path | str:
@@ -229,10 +217,8 @@ def _show(
             f"a step: {measured_us / 1e3:.2f} ms measured, {predicted_us / 1e3:.2f} ms predicted, "
             f"predicted / measured {ratio:.3f}"
         )
-        found["step"] = {
-            "measured_us": measured_us, "predicted_us": predicted_us,
-            "predicted_over_measured": ratio,
-        }  # fmt: skip
+        times = {"measured_us": measured_us, "predicted_us": predicted_us}
+        found["step"] = {**times, "predicted_over_measured": ratio}
         timelines["measured, with passes"] = list(measured)
     if plan is not None:
         found["plan"] = dataclasses.asdict(plan)

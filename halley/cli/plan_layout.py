@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Option
 
 from halley.cli.checks import MAX_PLANNED_RANKS, check_range
 from halley.core.models import find_model
@@ -18,18 +19,18 @@ _NUM_SHOWN = 12  # rows of the table
 
 
 def layout(
-    model: Annotated[str, typer.Option(help="Name, config.json or sizes (E=8,K=2,D=64,F=128).")],
-    nodes: Annotated[int, typer.Option(help="Nodes of the cluster.")],
-    ranks_per_node: Annotated[int, typer.Option(help="GPUs of a node.")] = 8,
+    model: Annotated[str, Option(help="Name, config.json or sizes (E=8,K=2,D=64,F=128).")],
+    nodes: Annotated[int, Option(help="Nodes of the cluster.")],
+    ranks_per_node: Annotated[int, Option(help="GPUs of a node.")] = 8,
     device: Annotated[
-        str, typer.Option(help="GPU of the cluster; Halley must know its rates.")
+        str, Option(help="GPU of the cluster; Halley must know its rates.")
     ] = "NVIDIA H100",
     network: Annotated[
-        float, typer.Option(help="Bandwidth of the network out of each GPU, in GB/s.")
+        float, Option(help="Bandwidth of the network out of each GPU, in GB/s.")
     ] = 50.0,
-    tokens: Annotated[int, typer.Option(help="Tokens of a GPU in one microbatch.")] = 8192,
+    tokens: Annotated[int, Option(help="Tokens of a GPU in one microbatch.")] = 8192,
     microbatches: Annotated[
-        int, typer.Option(help="Microbatches of a step, which reduces gradients once.")
+        int, Option(help="Microbatches of a step, which reduces gradients once.")
     ] = 1,
 ) -> int:
     """Compare ways to spread a model's experts over a cluster, by predicted time of an MoE layer.

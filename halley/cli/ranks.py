@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress as ProgressBar
+from typer import Option
 
 from halley.distributed.launcher import launch
 from halley.distributed.mesh import World, check_launcher, is_launched, join_world, pick_device
@@ -26,7 +27,7 @@ _LINE_INTERVAL_S = 10.0
 COMMAND: ContextVar[tuple[str, ...]] = ContextVar("COMMAND")
 
 NprocOption = Annotated[
-    int, typer.Option(help="Number of ranks to start; 0: one per GPU, or 2 without GPUs.")
+    int, Option(help="Number of ranks to start; 0: one per GPU, or 2 without GPUs.")
 ]
 
 
@@ -37,9 +38,8 @@ def launch_ranks(nproc: int, *, device: str) -> None:
     """
     num_processes = count_ranks(nproc, device=device)
     if not is_launched() and num_processes > 1:
-        raise typer.Exit(
-            launch([sys.executable, "-m", *COMMAND.get()], num_processes=num_processes)
-        )
+        command = [sys.executable, "-m", *COMMAND.get()]
+        raise typer.Exit(launch(command, num_processes=num_processes))
 
 
 def count_ranks(nproc: int, *, device: str) -> int:

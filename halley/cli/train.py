@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from halley.cli.bench import StrategiesOption, format_ms, split_strategy_names
 from halley.cli.checks import check_chart, check_package, check_replaceable, check_samples
@@ -55,10 +56,10 @@ _PARTS = {
     OTHER: "other",
 }
 
-ConfigOption = Annotated[Path | None, typer.Option(help="TOML file with the configuration.")]
+ConfigOption = Annotated[Path | None, Option(help="TOML file with the configuration.")]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--set",
         help="Change one key of the configuration, for example --set train.num_steps=100. May be "
         "given several times.",
@@ -69,11 +70,11 @@ SetOption = Annotated[
 def run(
     config: ConfigOption = None,
     overrides: SetOption = None,
-    data: Annotated[str | None, typer.Option(help="Text file or folder to train on.")] = None,
-    output: Annotated[str | None, typer.Option(help="Folder for all files of the run.")] = None,
+    data: Annotated[str | None, Option(help="Text file or folder to train on.")] = None,
+    output: Annotated[str | None, Option(help="Folder for all files of the run.")] = None,
     strategy: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help=f"Strategy that runs the routed experts: {', '.join(STRATEGIES)}, or {PLANNED} "
             "for the predicted fastest one of each layer. Several names, separated by commas, are "
             "for one MoE layer each. Default: that of the configuration, or else "
@@ -82,7 +83,7 @@ def run(
     ] = None,
     restart: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--restart",
             help="Start at step 0, and move the files of an earlier run in the output folder to "
             "its subfolder previous-1/.",
@@ -140,9 +141,8 @@ def check_config(config: RunConfig, *, nproc: int) -> None:
     model, dtype = config.model, DTYPES[config.train.dtype]
     check_alignment(model.hidden_size, name="model.hidden_size", dtype=dtype)
     if tp_size > 1 and model.moe.expert_bias:
-        raise ValueError(
-            f"model.moe.expert_bias (true) must be false with expert_tp_size ({tp_size})"
-        )
+        rule = f"false with expert_tp_size ({tp_size})"
+        raise ValueError(f"model.moe.expert_bias (true) must be {rule}")
     own_size = shard_size(model.moe.intermediate_size, tp_size=tp_size)
     check_alignment(own_size, name="model.moe.intermediate_size", dtype=dtype)
     if config.train.tensorboard:
@@ -161,9 +161,9 @@ def check_groups(config: RunConfig, *, num_ranks: int) -> int:
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="Output folder of halley train.")],
+    run: Annotated[Path, Argument(help="Output folder of halley train.")],
     output: Annotated[
-        Path, typer.Option(help="Folder for the exported files; it must be empty or not exist.")
+        Path, Option(help="Folder for the exported files; it must be empty or not exist.")
     ],
 ) -> int:
     """Write the newest checkpoint of a run as safetensors with Hugging Face's tensor names.
@@ -179,16 +179,16 @@ def trace(
     config: ConfigOption = None,
     overrides: SetOption = None,
     strategies: StrategiesOption = "sequential,chunked",
-    steps: Annotated[int, typer.Option(help="Timed steps of each strategy.")] = 11,
+    steps: Annotated[int, Option(help="Timed steps of each strategy.")] = 11,
     output: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="Folder for the traces and the chart; default: trace/ in the output folder of the "
             "configuration."
         ),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Text file or folder to train on; default as for train.")
+        str | None, Option(help="Text file or folder to train on; default as for train.")
     ] = None,
     nproc: NprocOption = 0,
 ) -> int:

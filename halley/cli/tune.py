@@ -5,8 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.table import Table
+from typer import Option
 
 from halley.cli.bench import (
     DeviceOption,
@@ -28,6 +28,7 @@ from halley.cli.checks import (
 from halley.cli.ranks import NprocOption, count_ranks, joined, launch_ranks, step_progress
 from halley.distributed.mesh import build_groups, pick_device
 from halley.tools.candidates import check_memory
+from halley.tools.charts import draw_sweeps
 
 
 if TYPE_CHECKING:
@@ -35,35 +36,33 @@ if TYPE_CHECKING:
 
 _SettingsOption = Annotated[
     str,
-    typer.Option(
+    Option(
         "--settings",
         "--knobs",
         help="Groups of kernel settings to tune, comma-separated, or 'all'. --knobs is the "
         "name of an earlier version.",
     ),
 ]
-_TpSizeOption = Annotated[
-    int, typer.Option(help="Ranks that share each expert (tensor parallelism).")
-]
+_TpSizeOption = Annotated[int, Option(help="Ranks that share each expert (tensor parallelism).")]
 _PathOption = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         help="File of tuned kernel configurations; default: $HALLEY_KERNEL_CONFIG, or a file "
         "in the user's cache folder."
     ),
 ]
 _ShowOption = Annotated[
-    bool, typer.Option("--show", help="Show the configurations of the file; measure nothing.")
+    bool, Option("--show", help="Show the configurations of the file; measure nothing.")
 ]
 _MergeOption = Annotated[
     list[Path],
-    typer.Option(
+    Option(
         help="Copy the configurations of this file into --path; measure nothing. May be given "
         "several times."
     ),
 ]
 _ChartOption = Annotated[
-    Path | None, typer.Option(help="PNG file for a chart of the time of every measured setting.")
+    Path | None, Option(help="PNG file for a chart of the time of every measured setting.")
 ]
 
 
@@ -73,7 +72,7 @@ def tune(
     settings: _SettingsOption = "all",
     dtype: DtypeOption = "default",
     tp_size: _TpSizeOption = 1,
-    samples: Annotated[int, typer.Option(help="Timed runs of each configuration.")] = 7,
+    samples: Annotated[int, Option(help="Timed runs of each configuration.")] = 7,
     path: _PathOption = None,
     show: _ShowOption = False,
     merge: _MergeOption = [],  # noqa: B006
@@ -130,8 +129,6 @@ def tune(
 
 def _print(table: "ConfigTable", chart: Path | None) -> None:
     if chart is not None:
-        from halley.tools.charts import draw_sweeps
-
         draw_sweeps(table.found, chart)
     names = ("hidden", "experts", "top-k", "tokens", "default us", "tuned us", "settings")
     title = f"{table.path}: {table.environment.device}, {table.environment.topology}"

@@ -111,18 +111,13 @@ class ExpertRunner:
         if experts.stacked is not None:
             experts = replace(experts, stacked=under_autocast(experts.stacked))
         stacked, top_k = experts.stacked, routing.topk_idx_TK.shape[1]
-        is_traced = torch.compiler.is_compiling() and _allows_unknown_sizes()
-        if (
-            prepared is None
-            or stacked is None
-            or not is_traced
-            or find_problem(stacked, prepared, top_k=top_k)
-        ):
+        traced = prepared if torch.compiler.is_compiling() and _allows_unknown_sizes() else None
+        if stacked is None or traced is None or find_problem(stacked, traced, top_k=top_k):
             return self._run_outside_graph(x_TD, routing, experts, group=group, module=module)
         if module is not None:
             set_description(module, f"halley: {self.strategy}")
         x_cast_TD = x_TD.to(stacked.up_LGD.dtype)
-        return prepared.forward_in_graph(x_cast_TD, routing, stacked).to(x_TD.dtype)
+        return traced.forward_in_graph(x_cast_TD, routing, stacked).to(x_TD.dtype)
 
     # Most strategies read split sizes on the host, so ``torch.compile`` must not trace this method.
     @torch.compiler.disable(reason="a graph ends at Halley's experts: fullgraph must be False")
@@ -142,14 +137,10 @@ class ExpertRunner:
         if problem:
             self.check_supported(problem)
         if stacked is None or strategy is None or problem:
-            y_TD = run_all_to_all(
-                x_TD,
-                routing,
-                lambda _: [partial(_apply_function, experts)],
-                num_local=experts.num_local,
-                group=group,
-                recorder=Recorder(x_TD.device, enabled=False),
-            )
+            apply = [partial(_apply_function, experts)]
+            recorder = Recorder(x_TD.device, enabled=False)
+            where = {"num_local": experts.num_local, "group": group, "recorder": recorder}
+            y_TD = run_all_to_all(x_TD, routing, lambda _: apply, **where)
             path = f"sequential, with the framework's own expert code: {problem}"
         else:
             x_cast_TD = x_TD.to(stacked.up_LGD.dtype)
@@ -281,9 +272,8 @@ class Framework:
         """Return the installed version; ``ValueError`` if the framework is not installed."""
         package: Any = find_module(self.package, "__version__")
         if package is None:
-            raise ValueError(
-                f"package {self.package} must be installed: pip install {self.install}"
-            )
+            remedy = f"pip install {self.install}"
+            raise ValueError(f"package {self.package} must be installed: {remedy}")
         return str(package.__version__)
 
     def import_names(self, modules: dict[str, str]) -> Any:
@@ -300,10 +290,9 @@ class Framework:
         for name, module_name in modules.items():
             module = find_module(module_name, name)
             if module is None:
-                raise ImportError(
-                    f"{self.package} ({version}) must be {self._newest}, which Halley is tested "
-                    f"with: this one has no {module_name}.{name}"
-                )
+                rule = f"{self._newest}, which Halley is tested with"
+                problem = f"this one has no {module_name}.{name}"
+                raise ImportError(f"{self.package} ({version}) must be {rule}: {problem}")
             setattr(found, name, getattr(module, name))
         return found
 
@@ -311,20 +300,16 @@ class Framework:
         """Warn if ``version``, as (major, minor), is greater than ``newest``, the newest tested."""
         major, minor = (int(part) for part in version.split(".")[:2])
         if (major, minor) > self.newest:
-            warnings.warn(
-                f"{self.package} ({version}) is newer than {self._newest}, the newest that "
-                "Halley is tested with",
-                stacklevel=4,
-            )
+            newest = f"{self._newest}, the newest that Halley is tested with"
+            warnings.warn(f"{self.package} ({version}) is newer than {newest}", stacklevel=4)
 
     def check_parameters(self, function: Any, *expected: str) -> None:
         """Raise ``ValueError`` unless a function's parameter names are ``expected``, in order."""
         found = tuple(inspect.signature(function).parameters)
         if found != expected:
-            raise ValueError(
-                f"{self.package} ({self.find_version()}) must be {self._newest} or older: "
-                f"{function.__qualname__} takes {', '.join(found)}, not {', '.join(expected)}"
-            )
+            rule = f"{self.package} ({self.find_version()}) must be {self._newest} or older"
+            names = f"takes {', '.join(found)}, not {', '.join(expected)}"
+            raise ValueError(f"{rule}: {function.__qualname__} {names}")
 
     @property
     def _newest(self) -> str:

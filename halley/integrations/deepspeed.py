@@ -22,14 +22,8 @@ __all__ = ["FRAMEWORK", "HalleyMoELayer", "describe", "disable", "enable"]
 FRAMEWORK = Framework(package="deepspeed", install="deepspeed", newest=(0, 19))
 _LAYERS = "deepspeed.module_inject.auto_ep_layer"
 
-_deepspeed = FRAMEWORK.import_names(
-    {
-        "AutoEPMoELayer": _LAYERS,
-        "RouterOutput": _LAYERS,
-        "COMM_BACKEND": _LAYERS,
-        "auto_ep_layer": "deepspeed.module_inject",
-    }
-)
+_NAMES = dict.fromkeys(("AutoEPMoELayer", "RouterOutput", "COMM_BACKEND"), _LAYERS)
+_deepspeed = FRAMEWORK.import_names({**_NAMES, "auto_ep_layer": "deepspeed.module_inject"})
 FRAMEWORK.check_parameters(_deepspeed.AutoEPMoELayer._forward, "self", "hidden_states")
 FRAMEWORK.check_parameters(
     _deepspeed.AutoEPMoELayer._finalize_output, "self", "output", "x", "hidden_states", "hdim"
@@ -118,12 +112,9 @@ class HalleyMoELayer(_deepspeed.AutoEPMoELayer):
 
     def _local_experts(self, dtype: torch.dtype) -> LocalExperts:
         reason, own = self._find_unsupported(), self.experts
-        return LocalExperts(
-            num_local=self.num_local_experts,
-            function=self._apply_experts,
-            stacked=None if reason else stack_swiglu(own.w1, own.w3, own.w2, dtype=dtype),
-            reason=reason,
-        )
+        num_local, function = self.num_local_experts, self._apply_experts
+        stacked = None if reason else stack_swiglu(own.w1, own.w3, own.w2, dtype=dtype)
+        return LocalExperts(num_local=num_local, function=function, stacked=stacked, reason=reason)
 
     def _apply_experts(self, rows_RD: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
         return self.experts(rows_RD, torch.bincount(ids_R, minlength=self.num_local_experts))

@@ -12,12 +12,7 @@ from typing import Any, final
 import torch
 
 from halley.core.types import DROPPED, Routing, local_experts
-from halley.integrations.contract import (
-    describe,
-    set_description,
-    shared_runner,
-    warn_deprecated,
-)
+from halley.integrations.contract import describe, set_description, shared_runner, warn_deprecated
 from halley.integrations.megatron_experts import FRAMEWORK, StackedExperts
 
 
@@ -31,13 +26,12 @@ __all__ = [
     "use_halley",
 ]
 
-_mcore = FRAMEWORK.import_names(
-    {
-        "MoELayer": "megatron.core.transformer.moe.moe_layer",
-        "MoETokenDispatcher": "megatron.core.transformer.moe.token_dispatcher",
-        "get_default_pg_collection": "megatron.core.transformer.moe.moe_utils",
-    }
-)
+_NAMES = {
+    "MoELayer": "megatron.core.transformer.moe.moe_layer",
+    "MoETokenDispatcher": "megatron.core.transformer.moe.token_dispatcher",
+    "get_default_pg_collection": "megatron.core.transformer.moe.moe_utils",
+}
+_mcore = FRAMEWORK.import_names(_NAMES)
 for _method in (_mcore.MoELayer.dispatch, _mcore.MoELayer.routed_experts_compute):
     FRAMEWORK.check_parameters(_method, "self", "hidden_states", "probs")
 
@@ -238,10 +232,9 @@ def job_spec() -> Any:
     frequency = arguments.moe_layer_freq
     mixed = frequency != 1 and frequency != [1] * arguments.num_layers
     if mixed and getattr(arguments, "virtual_pipeline_model_parallel_size", None):
-        raise ValueError(
-            f"moe_layer_freq ({frequency}) must be 1 with virtual pipeline stages: each has "
-            "another spec, which a script of your own can give to enable"
-        )
+        rule = "1 with virtual pipeline stages"
+        remedy = "each has another spec, which a script of your own can give to enable"
+        raise ValueError(f"moe_layer_freq ({frequency}) must be {rule}: {remedy}")
     specs: Any = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     config = importlib.import_module("megatron.training.arguments")
     job = config.core_transformer_config_from_args(arguments)

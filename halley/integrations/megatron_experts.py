@@ -79,12 +79,8 @@ class StackedExperts(_mcore.MegatronModule):
                 up, down = up.view_as(up), down.view_as(down)
             activation = "swiglu" if self.config.gated_linear_unit else "gelu"
             stacked = Experts(up_LGD=up, down_LDF=down, activation=activation)
-        return LocalExperts(
-            num_local=self.num_local_experts,
-            function=self._apply_experts,
-            stacked=stacked,
-            reason=reason,
-        )
+        num_local, function = self.num_local_experts, self._apply_experts
+        return LocalExperts(num_local=num_local, function=function, stacked=stacked, reason=reason)
 
     def backward_dw(self) -> None:
         """Do nothing: backward has computed the weight gradients already."""
@@ -102,32 +98,24 @@ class StackedExperts(_mcore.MegatronModule):
         first = self.ep_group.rank() * self.num_local_experts
         replica = (0, 0, self.dp_group.rank())
         axis = len(sharded_offsets)
-        places: list[tuple[str, tuple[Any, ...]]] = [
-            (f"{index}.", sharded_offsets)
-            if singleton
-            else ("", (*sharded_offsets, (axis, index, num_experts)))
-            for index in range(first, first + self.num_local_experts)
-        ]
+        experts = range(first, first + self.num_local_experts)
+        places = [(f"{index}.", sharded_offsets) for index in experts]
+        if not singleton:
+            places = [("", (*sharded_offsets, (axis, index, num_experts))) for index in experts]
         state: dict[str, Any] = {}
         for name, layer in _LAYERS.items():
             gated = name == "weight1" and self.config.gated_linear_unit
-            split = partial(
-                _split, suffix=f"{layer}.weight", places=places, gated=gated, singleton=singleton
-            )
+            suffix, weight = f"{layer}.weight", self.get_parameter(name)
+            split = partial(_split, suffix=suffix, places=places, gated=gated, singleton=singleton)
+            key, stack = f"{prefix}experts.{suffix}", partial(_stack, gated=gated)
             state[f"{prefix}{name}"] = _mcore.ShardedTensorFactory(
-                f"{prefix}experts.{layer}.weight",
-                self.get_parameter(name),
-                split,
-                partial(_stack, gated=gated),
-                replica,
+                key, weight, split, stack, replica
             )
             # As in SequentialMLP, each matrix has an extra-state entry, here always None.
+            extra, make = f"{layer}._extra_state", _mcore.make_sharded_object_for_checkpoint
             for index, (expert_prefix, offsets) in enumerate(places, start=first):
-                key = f"{layer}._extra_state"
-                extra = _mcore.make_sharded_object_for_checkpoint(
-                    None, f"{prefix}experts.{expert_prefix}{key}", offsets, replica
-                )
-                state[f"{prefix}expert{index}.{key}"] = extra
+                entry = make(None, f"{prefix}experts.{expert_prefix}{extra}", offsets, replica)
+                state[f"{prefix}expert{index}.{extra}"] = entry
         return state
 
     def _initialize(self, *, on_cpu: bool) -> None:
@@ -225,13 +213,9 @@ def _split(
     """
     tensors: list[Any] = []
     for (expert_prefix, offsets), matrix in zip(places, stack, strict=True):
-        tensor = _mcore.ShardedTensor.from_rank_offsets(
-            f"{key.removesuffix(suffix)}{expert_prefix}{suffix}",
-            matrix,
-            *offsets,
-            replica_id=replica,
-            prepend_axis_num=len(offsets),
-        )
+        name = f"{key.removesuffix(suffix)}{expert_prefix}{suffix}"
+        options = {"replica_id": replica, "prepend_axis_num": len(offsets)}
+        tensor = _mcore.ShardedTensor.from_rank_offsets(name, matrix, *offsets, **options)
         if gated:
             tensors += _mcore.apply_swiglu_sharded_factory(tensor, offsets, singleton).build()
         else:

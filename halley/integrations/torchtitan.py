@@ -37,14 +37,8 @@ _titan = FRAMEWORK.import_names(
         "no_typecheck": "spmd_types",
     }
 )
-FRAMEWORK.check_parameters(
-    _titan.RoutedExperts.forward,
-    "self",
-    "x_BLD",
-    "topk_scores_BLK",
-    "topk_expert_ids_BLK",
-    "num_local_tokens_per_expert_E",
-)
+_ROUTING = ("topk_scores_BLK", "topk_expert_ids_BLK", "num_local_tokens_per_expert_E")
+FRAMEWORK.check_parameters(_titan.RoutedExperts.forward, "self", "x_BLD", *_ROUTING)
 
 
 class HalleyRoutedExperts(_titan.RoutedExperts):
@@ -95,10 +89,9 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
         top_k = topk_expert_ids_BLK.shape[-1]
         with _titan.no_typecheck():
             experts = self._local_experts()
-            routing = Routing(
-                topk_idx_TK=topk_expert_ids_BLK.reshape(-1, top_k),
-                topk_weights_TK=topk_scores_BLK.reshape(-1, top_k),
-            )
+            idx_TK = topk_expert_ids_BLK.reshape(-1, top_k)
+            weights_TK = topk_scores_BLK.reshape(-1, top_k)
+            routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK)
             x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
             y_TD = self._runner.run(
                 x_TD, routing, experts, group=group, module=self, prepared=self._prepared
@@ -106,16 +99,12 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
             return y_TD.view(x_BLD.shape)
 
     def _local_experts(self) -> LocalExperts:
-        inner, stacked = self.inner_experts, None
-        if not self._unsupported:
+        inner, stacked, reason = self.inner_experts, None, self._unsupported
+        if not reason:
             weights = map(to_local, (inner.w1_EFD, inner.w3_EFD, inner.w2_EDF))
             stacked = stack_swiglu(*weights, dtype=_DTYPE)
-        return LocalExperts(
-            num_local=self._num_local_experts(),
-            function=self._apply_experts,
-            stacked=stacked,
-            reason=self._unsupported,
-        )
+        num_local, function = self._num_local_experts(), self._apply_experts
+        return LocalExperts(num_local=num_local, function=function, stacked=stacked, reason=reason)
 
     def _apply_experts(self, rows_RD: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
         with _titan.maybe_set_sparse_mesh():
@@ -151,23 +140,18 @@ def enable(cfg: Any, *, strategy: str = "auto", strict: bool = False) -> Any:
 @_titan.override(target=_titan.RoutedExperts.Config, description="routed experts run by Halley")
 def halley(cfg: Any, *, strategy: str = "auto", strict: bool = False) -> Any:
     """Deprecated name of ``enable``."""
-    warn_deprecated(
-        "halley.integrations.torchtitan.halley", "halley.integrations.torchtitan.enable"
-    )
+    module = "halley.integrations.torchtitan"
+    warn_deprecated(f"{module}.halley", f"{module}.enable")
     return enable(cfg, strategy=strategy, strict=strict)
 
 
 def _find_problem(cfg: Any) -> str:
     if type(cfg) is not _titan.RoutedExperts.Config:
         return f"routed experts ({type(cfg).__qualname__}) must be torchtitan's own RoutedExperts"
+    # Other dispatchers may drop tokens, which changes values, or pad rows for their experts.
+    standard = (_titan.LocalTokenDispatcher.Config, _titan.AllToAllTokenDispatcher.Config)
     dispatcher = type(cfg.token_dispatcher)
-    if dispatcher not in (
-        _titan.LocalTokenDispatcher.Config,
-        _titan.AllToAllTokenDispatcher.Config,
-    ):
-        # Other dispatchers may drop tokens, which changes values, or pad rows for their experts.
-        return (
-            f"token dispatcher ({dispatcher.__qualname__}) must be that of "
-            'moe_comm_backend="standard"'
-        )
+    if dispatcher not in standard:
+        rule = 'that of moe_comm_backend="standard"'
+        return f"token dispatcher ({dispatcher.__qualname__}) must be {rule}"
     return ""

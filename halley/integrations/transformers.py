@@ -85,9 +85,8 @@ def find_extension_point() -> ExtensionPoint:
     version = FRAMEWORK.find_version()
     experts = find_module(_EXPERTS, "ExpertsInterface")
     if experts is None:
-        raise ValueError(
-            f"transformers ({version}) must be 5.0 or newer: this one has no interface for experts"
-        )
+        reason = "this one has no interface for experts"
+        raise ValueError(f"transformers ({version}) must be 5.0 or newer: {reason}")
     FRAMEWORK.warn_if_newer(version)
     point = partial(ExtensionPoint, version=version, experts=experts)
     implementations = find_module(_STYLES[0], "EPImplementationInterface")
@@ -233,10 +232,8 @@ def shard_model(model: nn.Module, group: Group, *, runner: ExpertRunner) -> list
     group, rank, ep_size = _resolve(group)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ep_size != num_ranks:
-        raise ValueError(
-            f"group ({ep_size} ranks) must be all {num_ranks} ranks: "
-            "copies of experts need transformers 5.19 or newer"
-        )
+        reason = "copies of experts need transformers 5.19 or newer"
+        raise ValueError(f"group ({ep_size} ranks) must be all {num_ranks} ranks: {reason}")
     modules = [(name, module) for name, module in model.named_modules() if is_experts(module)]
     if not modules:
         raise ValueError(f"model ({type(model).__name__}) must have experts to spread")

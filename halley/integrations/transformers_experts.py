@@ -71,16 +71,15 @@ def read_experts(module: nn.Module, function: ExpertsFunction) -> LocalExperts:
     num_local = experts.down_proj.shape[0]
     if reason := find_unsupported(module):
         return LocalExperts(num_local=num_local, function=function, reason=reason)
-    up, down = getattr(experts, _up_name(module)), experts.down_proj
+    up_name, biases = _up_name(module), {}
+    up, down = getattr(experts, up_name), experts.down_proj
     if experts.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
-    stacked = Experts(
-        up_LGD=up,
-        down_LDF=down,
-        up_bias_LG=getattr(experts, f"{_up_name(module)}_bias") if experts.has_bias else None,
-        down_bias_LD=experts.down_proj_bias if experts.has_bias else None,
-        activation="swiglu" if experts.has_gate else "gelu",
-    )
+    if experts.has_bias:
+        up_bias, down_bias = getattr(experts, f"{up_name}_bias"), experts.down_proj_bias
+        biases = {"up_bias_LG": up_bias, "down_bias_LD": down_bias}
+    activation = "swiglu" if experts.has_gate else "gelu"
+    stacked = Experts(up_LGD=up, down_LDF=down, activation=activation, **biases)
     return LocalExperts(num_local=num_local, function=function, stacked=stacked)
 
 
@@ -141,12 +140,7 @@ class DispatchedExperts:
         experts = read_experts(self.experts, self._function)
         routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK)
         y_TD = self.runner.run(
-            x_TD,
-            routing,
-            experts,
-            group=self.group,
-            module=self.experts,
-            prepared=self._prepared,
+            x_TD, routing, experts, group=self.group, module=self.experts, prepared=self._prepared
         )
         if self.tp_mesh is not None:
             y_TD = _all_gather_rows(y_TD, self.tp_mesh, num_tokens=num_tokens)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from halley.core.config import ModelConfig
-from halley.core.timeline import exposed_us
+from halley.core.timeline import exposed_us, total_us
 from halley.core.types import LayerShape, Task
 from halley.cost.hardware import Hardware, Predictor
 from halley.cost.simulate import makespan_us, simulate
@@ -188,16 +188,14 @@ def _predict(
     reduce_us = send_us(crossing) / num_microbatches if copies > 1 else 0.0
     end_us = max(span.end_us for span in spans)
     # The exchanges of a layer across nodes use the network; those inside a node leave it idle.
-    busy_us = sum(
-        span.duration_us for span in comm
-        if num_nodes > 1 and (strategy != "hierarchical" or span.name.startswith("rail"))
-    )  # fmt: skip
+    sent = [span for span in comm if strategy != "hierarchical" or span.name.startswith("rail")]
+    busy_us = total_us(sent) if num_nodes > 1 else 0.0
     layer_us = max(end_us, busy_us + reduce_us)
     per_weight = _WEIGHT_BYTES + _STATE_BYTES / copies
     expert_bytes = weights * per_weight * model.num_moe_layers
     return Layout(
         strategy=strategy, ep_size=ep_size, tp_size=tp_size, num_nodes=num_nodes,
-        layer_us=layer_us, compute_us=sum(span.duration_us for span in compute),
+        layer_us=layer_us, compute_us=total_us(compute),
         exposed_us=exposed_us(comm, compute) + layer_us - end_us, reduce_us=reduce_us,
         expert_bytes=expert_bytes,
         fits=not hardware.device_bytes or expert_bytes <= hardware.device_bytes,

@@ -66,10 +66,8 @@ def check_spare(num_experts: int, *, num_ranks: int, spare: int) -> int:
             raise ValueError(f"{name} ({number}) must be at most {MAX_EXPERTS}")
     fewest = -(-num_experts // num_ranks)
     if fewest + spare > num_experts:
-        raise ValueError(
-            f"spare ({spare}) must leave a rank at most all experts ({num_experts}), and it has "
-            f"{fewest} without"
-        )
+        rule = f"leave a rank at most all experts ({num_experts}), and it has {fewest} without"
+        raise ValueError(f"spare ({spare}) must {rule}")
     return fewest
 
 

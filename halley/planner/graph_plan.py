@@ -65,8 +65,8 @@ def plan_graphs(
     parse_options(options)  # check before the trace: Dynamo wraps errors in its own exception
     backend, device = Backend(plans_only=True), torch.device("cuda" if fill else "cpu")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # warnings of torch about its tracing
+        # Ignore warnings of torch about its tracing.
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
         stack.enter_context(_alone(num_ranks))
         groups = build_groups(config.ep_size, device_type="cpu", tp_size=config.expert_tp_size)
         stack.enter_context(without_values())
@@ -96,14 +96,9 @@ def compile_step(
 
     The weights have no values yet. The function takes tokens (B, S); its first call compiles them.
     """
-    model = MoETransformer(
-        config.model,
-        strategy=strategies,
-        groups=groups,
-        recorder=Recorder("cpu", enabled=False),
-        dtype=DTYPES[config.train.dtype],
-        device=device,
-    )
+    recorder, dtype = Recorder("cpu", enabled=False), DTYPES[config.train.dtype]
+    place = {"groups": groups, "device": device, "recorder": recorder}
+    model = MoETransformer(config.model, strategy=strategies, dtype=dtype, **place)
     compiled = torch.compile(model, backend=backend, fullgraph=True, options=options)
 
     def step(tokens_BS: torch.Tensor) -> None:
@@ -139,14 +134,9 @@ class _FusedOperators(AbstractStrategy):
         self._ordering_token = torch.zeros(1, dtype=torch.int32, device=device)
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
-        call = self._make_call(
-            x_TD,
-            routing.topk_weights_TK,
-            experts.up_LGD,
-            experts.down_LDF,
-            routing.topk_idx_TK,
-            gated=experts.activation == "swiglu",
-        )
+        idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
+        up_LGD, down_LDF, gated = experts.up_LGD, experts.down_LDF, experts.activation == "swiglu"
+        call = self._make_call(x_TD, weights_TK, up_LGD, down_LDF, idx_TK, gated=gated)
         return self._fused_experts(call, 0, self._ordering_token)
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:

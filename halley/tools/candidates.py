@@ -100,10 +100,8 @@ def build_candidates(
     for strategy in strategies:
         if strategy.partition(":")[0] in ("deduplicated", "hierarchical"):
             for setting, load in settings.items():
-                pipelines = build_pipelines(strategy, max_load=load, **where)
-                candidates |= {
-                    f"{strategy} {each}{setting}": built for each, built in pipelines.items()
-                }
+                for each, built in build_pipelines(strategy, max_load=load, **where).items():
+                    candidates[f"{strategy} {each}{setting}"] = built
             continue
         counts = [n for n in _CHUNK_COUNTS if n <= num_local] or [1]
         for n in counts if strategy == "chunked" else [0]:

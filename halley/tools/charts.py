@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from halley.core.timeline import Interval, Span, innermost, subtract, union
 from halley.tools.timer import Row, to_float
@@ -98,10 +98,9 @@ def draw_layer_bench(rows: Sequence[Row], path: Path) -> None:
     if not rows:
         raise ValueError(f"rows (none of {', '.join(_DIRECTIONS)}) must hold at least one time")
     strategies = list(dict.fromkeys(str(row["strategy"]) for row in rows))
-    if len(strategies) > len(_STRATEGY_COLOURS):
-        raise ValueError(
-            f"rows (of {len(strategies)} strategies) must be of at most {len(_STRATEGY_COLOURS)}"
-        )
+    num_strategies, most = len(strategies), len(_STRATEGY_COLOURS)
+    if num_strategies > most:
+        raise ValueError(f"rows (of {num_strategies} strategies) must be of at most {most}")
     colours = dict(zip(strategies, _STRATEGY_COLOURS, strict=False))
     models = list(dict.fromkeys(str(row["model"]) for row in rows))
     figure = new_figure(12.0, 2.3 * len(models) + 1.0)
@@ -141,13 +140,9 @@ def draw_sweeps(found: "Sequence[TunedConfig]", path: Path) -> None:
         axes.set_yticks(range(len(lines)), labels, fontsize=7)
         axes.invert_yaxis()
         axes.grid(axis="x", color=LIGHT_GREY, linewidth=0.7)
-        shape = tuned.shape
-        axes.set_title(
-            f"hidden {shape.hidden_size}, {shape.num_experts} experts, top-k {shape.top_k}, "
-            f"{shape.num_tokens} tokens: {tuned.default_us:.0f} us, tuned {tuned.median_us:.0f} us",
-            fontsize=9,
-            loc="left",
-        )
+        shape, times = tuned.shape, f"{tuned.default_us:.0f} us, tuned {tuned.median_us:.0f} us"
+        title = f"hidden {shape.hidden_size}, {shape.num_experts} experts, top-k {shape.top_k}, "
+        axes.set_title(f"{title}{shape.num_tokens} tokens: {times}", fontsize=9, loc="left")
     grid[-1].set_xlabel("forward and backward, % more than without the setting (orange: chosen)")
     figure.savefig(path, dpi=150)
 
@@ -173,17 +168,13 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def _draw_legend(figure: "Figure", handles: Sequence["Artist"]) -> None:
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=min(len(handles), 7),
-        frameon=False,
-        fontsize=FONT_PT,
-        labelcolor=INK,
-    )
+    style = {"frameon": False, "fontsize": FONT_PT, "labelcolor": INK}
+    ncols = min(len(handles), 7)
+    figure.legend(handles=handles, loc="outside lower center", ncols=ncols, **style)
 
 
-def _strip_axes(axes: "Axes") -> None:
+def _style_axes(axes: "Axes", *, grid: Literal["x", "y"]) -> None:
+    axes.grid(axis=grid, color=LIGHT_GREY, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.tick_params(length=0, labelsize=FONT_PT, labelcolor=INK)
     for side in ("top", "right", "left"):
@@ -198,14 +189,11 @@ def _lay_out(title: str, spans: Sequence[Span]) -> list[_Lane]:
     spans = [replace(span, start_us=span.start_us - zero_us) for span in spans]
     ranks = sorted({span.rank for span in spans})
     lanes: list[_Lane] = []
-    y = 0.0
-    for rank in ranks:
+    for place, rank in enumerate(ranks):
         of_rank = [span for span in spans if span.rank == rank]
         for index, (stream, bars) in enumerate(_rows_of_rank(of_rank)):
             label = f"rank {rank}   {stream}" if index == 0 and len(ranks) > 1 else stream
-            lanes.append(_Lane(label=label, y=y, bars=bars))
-            y += 1.0
-        y += _RANK_GAP
+            lanes.append(_Lane(label=label, y=len(lanes) + place * _RANK_GAP, bars=bars))
     return lanes
 
 
@@ -228,11 +216,11 @@ def _rows_of_rank(spans: list[Span]) -> list[tuple[str, list[Span]]]:
             continue
         lanes: list[list[Span]] = []
         for span in sorted(by_stream[stream], key=lambda span: span.start_us):
-            lane = next((each for each in lanes if each[-1].end_us <= span.start_us), None)
-            if lane is None:
-                lanes.append([span])
+            free = [lane for lane in lanes if lane[-1].end_us <= span.start_us]
+            if free:
+                free[0].append(span)
             else:
-                lane.append(span)
+                lanes.append([span])
         for index, bars in enumerate(lanes):
             if stream == "comm":
                 bars = [piece for bar in bars for piece in _split_exposed(bar, exposed)]
@@ -269,8 +257,7 @@ def _draw_lanes(axes: "Axes", lanes: list[_Lane]) -> None:
             axes.broken_barh(wide, place, linewidth=0.6, zorder=3, **style)
     axes.set_ylim(lanes[-1].y + 0.6, -0.6)
     axes.set_yticks([lane.y for lane in lanes], [lane.label for lane in lanes])
-    axes.grid(axis="x", color=LIGHT_GREY, linewidth=0.7)
-    _strip_axes(axes)
+    _style_axes(axes, grid="x")
 
 
 def _tell_times(axes: "Axes", spans: Sequence[Span]) -> None:
@@ -330,5 +317,4 @@ def _draw_bars(axes: "Axes", rows: list[Row], colours: Mapping[str, str]) -> Non
     axes.set_xlim(-0.5, max(len(sizes), 1) - 0.5)
     axes.set_xticks(range(len(sizes)), [f"{size:.0f} tokens a rank" for size in sizes])
     axes.margins(y=0.16)
-    axes.grid(axis="y", color=LIGHT_GREY, linewidth=0.7)
-    _strip_axes(axes)
+    _style_axes(axes, grid="y")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -208,12 +209,10 @@ def _announce_runs(candidates: dict[str, AbstractStrategy], report: Progress, to
     """Wrap each candidate's ``forward``, in place, to report its name and the runs done before."""
     num_runs = count()
 
-    def announced(name: str, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def run(*args: Any) -> torch.Tensor:
-            report(f"running strategy {name}", next(num_runs), total)
-            return forward(*args)
-
-        return run
+    def run(name: str, forward: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        report(f"running strategy {name}", next(num_runs), total)
+        return forward(*args)
 
     for name, strategy in candidates.items():
-        strategy.forward = announced(name, strategy.forward)
+        announced: Any = partial(run, name, strategy.forward)
+        strategy.forward = announced

@@ -111,20 +111,17 @@ def check_strategy(
     ``grouped_gemm_problem`` is torch's error message for a grouped GEMM on the device, or None.
     """
     backend = "nccl" if device.kind == "cuda" else "gloo"
-    problem = (
-        f"ranks cannot communicate, because this torch has no {backend}: "
-        f"install a torch that is built with {backend}"
-    )
+    remedy = f"install a torch that is built with {backend}"
+    problem = f"ranks cannot communicate, because this torch has no {backend}: {remedy}"
     required = [(f"{backend} of torch.distributed", backends[backend], problem)]
     if name in ("unfused", "fused"):
         problem = "its kernels are written in Triton: install triton 3.6 or newer"
         required.append(("triton", installed_version("triton") is not None, problem))
     else:
-        problem = (
-            f"torch.nn.functional.grouped_mm does not run on {device.name} "
-            f"({grouped_gemm_problem}): install torch 2.11 or newer, or choose device=cpu"
-        )
-        required.append(("torch.nn.functional.grouped_mm", grouped_gemm_problem is None, problem))
+        operator = "torch.nn.functional.grouped_mm"
+        remedy = "install torch 2.11 or newer, or choose device=cpu"
+        problem = f"{operator} does not run on {device.name} ({grouped_gemm_problem}): {remedy}"
+        required.append((operator, grouped_gemm_problem is None, problem))
     needs = {need: is_met for need, is_met, _ in required}
     notes: list[str] = []
     if name == "chunked":
@@ -242,12 +239,8 @@ def _try_grouped_gemm(device: str) -> str | None:
 def _notes(devices: list[Device]) -> list[str]:
     if devices[0].kind == "cuda" or shutil.which("nvidia-smi") is None:
         return []
+    found = f"nvidia-smi is installed, but torch {torch.__version__}"
     if torch.version.cuda is None:
-        return [
-            f"nvidia-smi is installed, but torch {torch.__version__} is built without CUDA and "
-            "uses the CPU: install a CUDA build of torch"
-        ]
-    return [
-        f"nvidia-smi is installed, but torch {torch.__version__} (CUDA {torch.version.cuda}) finds "
-        "no GPU: check CUDA_VISIBLE_DEVICES, and that the driver is new enough for this CUDA"
-    ]
+        return [f"{found} is built without CUDA and uses the CPU: install a CUDA build of torch"]
+    remedy = "check CUDA_VISIBLE_DEVICES, and that the driver is new enough for this CUDA"
+    return [f"{found} (CUDA {torch.version.cuda}) finds no GPU: {remedy}"]

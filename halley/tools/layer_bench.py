@@ -120,9 +120,8 @@ def _hidden(row: Row, rows: list[Row], device: torch.device) -> float | None:
     same = [each for each in rows if each["direction"] == row["direction"]]
     unfused_us = {each["strategy"]: each["median_us"] for each in same}.get("unfused")
     fused_us, wire_us = row["median_us"], row["wire_us"]
-    if device.type == "cpu" or row["strategy"] != "fused":
-        return None
-    if not (unfused_us and fused_us and wire_us):
+    is_fused = device.type != "cpu" and row["strategy"] == "fused"
+    if not (is_fused and unfused_us and fused_us and wire_us):
         return None
     saved_us = to_float(unfused_us) - to_float(fused_us)
     return round(min(1.0, saved_us / to_float(wire_us)), 4)
@@ -212,11 +211,9 @@ def _untimed_keys(run: Callable[[], object], recorder: Recorder, tensors: LayerT
 
 
 def _symm_mib(strategy: AbstractStrategy) -> float | None:
-    is_auto = isinstance(strategy, AutoStrategy)
-    num_bytes = 0
-    for candidate in strategy.candidates.values() if is_auto else [strategy]:
-        if workspaces := getattr(candidate, "workspaces", None):
-            num_bytes += sum(workspace.symmetric_bytes for workspace in workspaces.all())
+    used = strategy.candidates.values() if isinstance(strategy, AutoStrategy) else [strategy]
+    pools = filter(None, (getattr(each, "workspaces", None) for each in used))
+    num_bytes = sum(workspace.symmetric_bytes for pool in pools for workspace in pool.all())
     return round(num_bytes / 2**20, 3) if num_bytes else None
 
 

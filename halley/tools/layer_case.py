@@ -108,6 +108,8 @@ def make_tensors(
         choices_EC, num_choices_E = replica_choices(placement, rank=rank)
         tables = {"choices_EC": choices_EC.to(device), "num_choices_E": num_choices_E.to(device)}
         to_replicas = partial(choose_replicas, rank=rank, **tables)
+        routed = replace(routing, topk_idx_TK=to_replicas(routing.topk_idx_TK))
+        counts_WE = _count(routed, placement.num_ranks * placement.num_local, groups)
     held = _draw_experts(case, groups, placement, generator=generator, recorder=recorder)
 
     def draw() -> torch.Tensor:
@@ -116,7 +118,7 @@ def make_tensors(
         return values.normal_(0.0, 1.0, generator=generator)
 
     weights = {"up_LGD": held.gate_up_proj, "down_LDF": held.down_proj}
-    tensors = LayerTensors(
+    return LayerTensors(
         groups=groups,
         x_TD=draw().requires_grad_(),
         routing=routing,
@@ -127,10 +129,6 @@ def make_tensors(
         replicas=held.replicas,
         to_replicas=to_replicas,
     )
-    if placement is None:
-        return tensors
-    num_replicas = placement.num_ranks * placement.num_local
-    return replace(tensors, counts_WE=_count(tensors.routed(), num_replicas, groups))
 
 
 def _count(routing: Routing, num_experts: int, groups: ParallelGroups) -> torch.Tensor:
@@ -148,15 +146,9 @@ def _draw_experts(
     recorder: Recorder | None,
 ) -> GroupedExperts:
     moe, hidden = case.model.moe, case.model.hidden_size
-    held = GroupedExperts(
-        replace(moe, expert_bias=False),
-        hidden,
-        groups=groups,
-        dtype=case.dtype,
-        device=generator.device,
-        placement=placement,
-        recorder=recorder,
-    )
+    config = replace(moe, expert_bias=False)
+    where = {"groups": groups, "device": generator.device, "recorder": recorder}
+    held = GroupedExperts(config, hidden, dtype=case.dtype, placement=placement, **where)
     # With a placement, an expert has the same seed on all ranks, so that its replicas are equal.
     drawn = [(slice(None), generator)]
     if placement is not None:
@@ -253,9 +245,8 @@ def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
     is not finite gives infinity, so that NaN never passes a comparison.
     """
     if value.shape != reference.shape:
-        raise ValueError(
-            f"value {tuple(value.shape)} must have the reference's shape {tuple(reference.shape)}"
-        )
+        rule = f"have the reference's shape {tuple(reference.shape)}"
+        raise ValueError(f"value {tuple(value.shape)} must {rule}")
     difference = norm = 0.0
     # Compare in slices: float64 copies of all expert weights would need too much memory.
     values = torch.split(value.flatten(), _SLICE_SIZE)

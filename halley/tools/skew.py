@@ -28,10 +28,8 @@ def load_with_std(num_experts: int, *, std: float, top_k: int) -> torch.Tensor:
     load_E = balanced_load(num_experts) + std * ramp_E / deviation
     largest = min(1.0 / num_experts, 1.0 / top_k - 1.0 / num_experts) * deviation
     if std < 0 or std > largest + 1e-12:
-        raise ValueError(
-            f"std ({std}) must be between 0 and {largest:.4f} for num_experts {num_experts} "
-            f"and top_k {top_k}"
-        )
+        rule = f"between 0 and {largest:.4f} for num_experts {num_experts} and top_k {top_k}"
+        raise ValueError(f"std ({std}) must be {rule}")
     return load_E
 
 
@@ -56,9 +54,7 @@ def zipf_load(num_experts: int, *, exponent: float, top_k: int) -> torch.Tensor:
 
 def one_hot_load(num_experts: int, *, top_k: int) -> torch.Tensor:
     """Return row shares if each token chooses expert 0, and the others have equal loads."""
-    if num_experts == 1:
-        return torch.ones(1, dtype=torch.float64)
-    rest = (1.0 - 1.0 / top_k) / (num_experts - 1)
+    rest = (1.0 - 1.0 / top_k) / max(1, num_experts - 1)
     load_E = torch.full((num_experts,), rest, dtype=torch.float64)
     load_E[0] = 1.0 / top_k
     return load_E
@@ -115,11 +111,9 @@ def sample_routing(
         load_E: shares of routed rows; they sum to 1. One above ``1 / top_k`` is a ``ValueError``.
         generator: on the CPU, so that the same seed gives the same routing on every device.
     """
-    if float(load_E.max()) * top_k > 1.0 + 1e-9:
-        raise ValueError(
-            f"load ({float(load_E.max()):.4f} for one expert) must be at most 1 / top_k "
-            f"({1 / top_k:.4f})"
-        )
+    if (load := float(load_E.max())) * top_k > 1.0 + 1e-9:
+        rule = f"at most 1 / top_k ({1 / top_k:.4f})"
+        raise ValueError(f"load ({load:.4f} for one expert) must be {rule}")
     order_TE = torch.rand(num_tokens, load_E.numel(), generator=generator).argsort(1)
     covered_TE = (load_E.to(torch.float64) * top_k)[order_TE].cumsum(1)
     covered_TE *= top_k / covered_TE[:, -1:]  # now ends at top_k but for this scaling's rounding

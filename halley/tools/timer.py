@@ -46,13 +46,9 @@ class Timing:
 
 def summarise(samples_us: Sequence[float]) -> Timing:
     """Return a ``Timing``: the samples, their median, and interpolated 10th, 90th percentiles."""
-    p10_us, p90_us = np.percentile(samples_us, [10, 90])
-    return Timing(
-        median_us=statistics.median(samples_us),
-        p10_us=float(p10_us),
-        p90_us=float(p90_us),
-        samples_us=tuple(samples_us),
-    )
+    p10_us, p90_us = np.percentile(samples_us, [10, 90]).tolist()
+    median_us = statistics.median(samples_us)
+    return Timing(median_us=median_us, p10_us=p10_us, p90_us=p90_us, samples_us=tuple(samples_us))
 
 
 def time_interleaved(

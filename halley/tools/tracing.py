@@ -130,14 +130,9 @@ def _is_inside(event: FunctionEvent, outer: FunctionEvent) -> bool:
 
 
 def _to_span(event: FunctionEvent, stream: str, *, step: FunctionEvent, rank: int) -> Span:
-    times = event.time_range
-    return Span(
-        name=event.name.removeprefix(_PART_PREFIX),
-        rank=rank,
-        stream=stream,
-        start_us=times.start - step.time_range.start,
-        duration_us=times.end - times.start,
-    )
+    name, times = event.name.removeprefix(_PART_PREFIX), event.time_range
+    start_us, duration_us = times.start - step.time_range.start, times.end - times.start
+    return Span(name=name, rank=rank, stream=stream, start_us=start_us, duration_us=duration_us)
 
 
 def gather_spans(spans: list[Span], group: dist.ProcessGroup | None = None) -> list[Span]:
@@ -223,8 +218,9 @@ def measure_graphs(
             model.zero_grad()
 
         on_progress("compiling, and measuring operators", 0, 0)
-        with warnings.catch_warnings(), torch._dynamo.config.patch(capture_scalar_outputs=True):
-            warnings.simplefilter("ignore")  # warnings of torch about its tracing
+        # Ignore warnings of torch about its tracing.
+        ignored = warnings.catch_warnings(action="ignore")
+        with ignored, torch._dynamo.config.patch(capture_scalar_outputs=True):
             (timing,) = time_interleaved(
                 {"step": step}, device=device, num_samples=num_steps,
                 on_progress=lambda done, total: on_progress("measuring steps", done, total),

@@ -132,8 +132,6 @@ def fits(config: KernelConfig, tensors: LayerTensors) -> bool:
         # Bytes of shared memory of each CTA on an SM: GEMM CTAs, then combining CTAs beside them.
         ctas = [gemm_bytes] * tile.per_sm
         ctas += [(config.combine_stages - 1) * step_bytes] * config.combiners_beside * combines
-        if max(ctas) > _SHARED_BYTES - _RESERVED_BYTES:
-            return False
         if sum(num_bytes + _RESERVED_BYTES for num_bytes in ctas) > _SHARED_BYTES:
             return False
         # Float32 accumulators of GEMM CTAs may take 3/4 of an SM's registers; the rest needs 1/4.
@@ -192,13 +190,10 @@ def _time(
     strategies = {
         name: _strategy(base.changed(settings), tensors) for name, settings in candidates.items()
     }
-    timings = time_interleaved(
-        {name: partial(outputs_of, each, tensors) for name, each in strategies.items()},
-        device=tensors.x_TD.device,
-        num_samples=num_samples,
-        num_warmup=1,  # one is enough: ``_is_correct`` has compiled all kernels
-        group=tensors.groups.ep,
-    )
+    runs = {name: partial(outputs_of, each, tensors) for name, each in strategies.items()}
+    where = {"device": tensors.x_TD.device, "group": tensors.groups.ep}
+    # One warm-up run is enough: ``_is_correct`` has compiled all kernels.
+    timings = time_interleaved(runs, num_samples=num_samples, num_warmup=1, **where)
     for strategy in strategies.values():
         strategy.workspaces.close()
     if tensors.x_TD.is_cuda:
