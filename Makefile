@@ -18,8 +18,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed
-	$(BIN)/halley train --config configs/demo.toml
-	$(BIN)/halley trace --config configs/demo.toml --strategies sequential,chunked
+	$(BIN)/python -m benchmarks.demo --output runs/demo
 
 test: lint
 	$(BIN)/pytest -q -n 2 --dist worksteal --durations=10

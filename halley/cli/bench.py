@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from halley.cli.checks import (
     CHART,
@@ -31,6 +32,7 @@ from halley.tools.candidates import check_memory
 from halley.tools.charts import draw_layer_bench
 from halley.tools.layer_bench import measure_layers
 from halley.tools.layer_case import LayerCase
+from halley.tools.report import read_results, read_trace, write_report
 from halley.tools.skew import parse_load
 from halley.tools.timer import Row, machine_name, results_path, to_float, write_rows
 
@@ -43,44 +45,39 @@ _PLAIN_CASE = "layer"  # the "case" of result lines that has a chart; other case
 
 OutputOption = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         help="Folder for result files. Earlier results of the same benchmark, device and number of "
         "ranks are replaced."
     ),
 ]
 ModelsOption = Annotated[
     str,
-    typer.Option(
+    Option(
         help="Models, comma-separated: name, config.json or sizes such as E=8,K=2,D=64,F=128; "
         "'default' depends on the device."
     ),
 ]
 TokensOption = Annotated[
-    str, typer.Option(help="Tokens per rank, comma-separated; 'default' depends on the device.")
+    str, Option(help="Tokens per rank, comma-separated; 'default' depends on the device.")
 ]
 StrategiesOption = Annotated[
-    str,
-    typer.Option(help=f"Strategies to compare, comma-separated, out of: {', '.join(STRATEGIES)}."),
+    str, Option(help=f"Strategies to compare, comma-separated, out of: {', '.join(STRATEGIES)}.")
 ]
 DtypeOption = Annotated[
     str,
-    typer.Option(
-        help="bfloat16, float16 or float32; 'default' is bfloat16 on GPUs and float32 on CPUs."
-    ),
+    Option(help="bfloat16, float16 or float32; 'default' is bfloat16 on GPUs and float32 on CPUs."),
 ]
-SamplesOption = Annotated[int, typer.Option(help="Timed runs of each variant.")]
-SeedOption = Annotated[int, typer.Option(help="Seed of the random tensors.")]
+SamplesOption = Annotated[int, Option(help="Timed runs of each variant.")]
+SeedOption = Annotated[int, Option(help="Seed of the random tensors.")]
 CommitOption = Annotated[
     str | None,
-    typer.Option(help="Git commit to write into the result lines; default: that of the checkout."),
+    Option(help="Git commit to write into the result lines; default: that of the checkout."),
 ]
-DeviceOption = Annotated[
-    str, typer.Option(help="cpu or cuda; auto is cuda if there is a GPU, else cpu.")
-]
+DeviceOption = Annotated[str, Option(help="cpu or cuda; auto is cuda if there is a GPU, else cpu.")]
 
 _SkewOption = Annotated[
     str,
-    typer.Option(
+    Option(
         help="Loads to measure, comma-separated, out of: balanced; std:X, shares of the "
         "experts with standard deviation X; cv:X, shares with standard deviation X times their "
         "mean; zipf:X, shares proportional to 1 / (index of the expert) ^ X; one-hot, one "
@@ -88,19 +85,18 @@ _SkewOption = Annotated[
     ),
 ]
 _TpSizeOption = Annotated[
-    str,
-    typer.Option(help="Ranks that share each expert (tensor parallelism), comma-separated."),
+    str, Option(help="Ranks that share each expert (tensor parallelism), comma-separated.")
 ]
 _MaxLoadOption = Annotated[
     float,
-    typer.Option(
+    Option(
         help="Also measure unfused, fused and strategies across nodes as CUDA graphs, with "
         "buffers for this multiple of the balanced load; 0: off."
     ),
 ]
 _SpareOption = Annotated[
     int | None,
-    typer.Option(
+    Option(
         help="Plan a placement with replicas for the load, in which a rank holds at most this "
         "many experts beyond an even share; default: no replicas."
     ),
@@ -223,17 +219,14 @@ def _case_name(
 def _check_graphs(max_load: float, strategies: list[str], *, device: str) -> None:
     if not max_load:
         return
+    must = f"max_load ({max_load}) must"
     if not 1 <= max_load < math.inf:
-        raise ValueError(
-            f"max_load ({max_load}) must be finite and at least 1, or 0 for no CUDA graphs"
-        )
+        raise ValueError(f"{must} be finite and at least 1, or 0 for no CUDA graphs")
     if pick_device(device).type != "cuda":
-        raise ValueError(f"max_load ({max_load}) must be 0 without a GPU: graphs are CUDA's")
+        raise ValueError(f"{must} be 0 without a GPU: graphs are CUDA's")
     if not any(name.partition(":")[0] in _CAPTURED for name in strategies):
         names = f"{', '.join(_CAPTURED[:-1])} or {_CAPTURED[-1]}"
-        raise ValueError(
-            f"max_load ({max_load}) must come with {names} in strategies: others have no graphs"
-        )
+        raise ValueError(f"{must} come with {names} in strategies: others have no graphs")
 
 
 def check_output(
@@ -329,3 +322,30 @@ def format_ms(duration_us: object) -> str:
 def format_number(value: object) -> str:
     """Return a number as a text without decimals, with commas between thousands; "" for None."""
     return "" if value is None else f"{to_float(value):,.0f}"
+
+
+def report(
+    files: Annotated[
+        list[Path],
+        Argument(help="Results of halley bench (.jsonl) and traces of halley trace (.json.gz)."),
+    ],
+    output: Annotated[
+        Path, Option(help="HTML file to write; an earlier report is replaced.")
+    ] = Path("report.html"),
+) -> int:
+    """Write one HTML page with charts of results and timelines of steps.
+
+    The page needs no network: send it, or open it in a browser. Prints one JSON line.
+    """
+    check_replaceable(
+        output,
+        option="output",
+        what="a report",
+        start=b"<!doctype html>",
+        inside=b"<title>Halley report</title>",
+    )
+    results = [row for path in files if path.suffix == ".jsonl" for row in read_results(path)]
+    traces = {str(path): read_trace(path) for path in files if path.suffix != ".jsonl"}
+    write_report(results, traces, output)
+    typer.echo(json.dumps({"output": str(output), "rows": len(results), "traces": len(traces)}))
+    return 0

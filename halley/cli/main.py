@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, cast
 
 import typer
+from typer import Argument, Option
 
 from halley.cli import balance, bench, doctor, plan, plan_layout, train, tune
 from halley.cli.checks import check_package
@@ -70,8 +71,8 @@ def check_script(path: Path) -> None:
         problem = getattr(error, "strerror", None) or error
         raise ValueError(f"script ({path}) must be a readable file: {problem}") from error
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python repeats these warnings when the script runs
+        # Python repeats the warnings when the script runs.
+        with warnings.catch_warnings(action="ignore"):
             compile(source, str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"script ({path}) must be Python: {error}") from error
@@ -79,15 +80,15 @@ def check_script(path: Path) -> None:
 
 def run(
     script: Annotated[
-        Path, typer.Argument(help="Python file to run. All words after it are its arguments.")
+        Path, Argument(help="Python file to run. All words after it are its arguments.")
     ],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="...", hidden=True)] = None,
+    arguments: Annotated[list[str] | None, Argument(metavar="...", hidden=True)] = None,
     strategy: Annotated[
-        str, typer.Option(help=f"Strategy that runs the routed experts: {', '.join(STRATEGIES)}.")
+        str, Option(help=f"Strategy that runs the routed experts: {', '.join(STRATEGIES)}.")
     ] = "auto",
     strict: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--strict",
             help="Raise an error if Halley cannot run the experts of a layer. By default, "
             "transformers runs them.",
@@ -136,10 +137,7 @@ def _print_version(asked: bool) -> None:
 @app.callback(no_args_is_help=True)
 def _options(
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Accept the options of ``halley`` itself."""
@@ -156,6 +154,7 @@ plans.command("graph")(plan.graph)
 plans.command("layout")(plan_layout.layout)
 app.add_typer(plans, name="plan")
 app.command("trace")(train.trace)
+app.command("report")(bench.report)
 app.command("export")(train.export)
 app.command("doctor")(doctor.doctor)
 app.command("tune")(tune.tune)

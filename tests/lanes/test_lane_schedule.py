@@ -9,13 +9,7 @@ from halley.core.timeline import Span
 from halley.core.validation import build
 from halley.lanes.cut import Item, Kind
 from halley.lanes.executor import check_order, one_after_another
-from halley.lanes.lane_schedule import (
-    LanePlan,
-    measured_durations,
-    plan_lanes,
-    predict,
-    schedules,
-)
+from halley.lanes.lane_schedule import LanePlan, measured_durations, plan_lanes, predict, schedules
 
 
 def _items(*described: tuple[Kind, *tuple[int, ...]]) -> list[Item]:

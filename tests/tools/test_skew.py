@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from halley.core.types import Routing
-from halley.tools.skew import (
-    balanced_load,
-    one_hot_load,
-    parse_load,
-    sample_routing,
-    zipf_load,
-)
+from halley.tools.skew import balanced_load, one_hot_load, parse_load, sample_routing, zipf_load
 
 
 def _draw(load_E: torch.Tensor, num_tokens: int, *, top_k: int, seed: int = 0) -> Routing:
