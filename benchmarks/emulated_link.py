@@ -105,6 +105,10 @@ class _EmulatedGroup(dist.ProcessGroup):
         cpu, kind = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
         self._set_default_backend(kind)
         self._register_backend(cpu, kind, self._gloo)
+        # Torch's own methods hold the interpreter's lock while they wait for a thread of gloo. That
+        # thread needs the lock to free a tensor: a deadlock. Those of gloo release it.
+        for name in ("allreduce", "allgather", "_allgather_base", "barrier", "broadcast"):
+            setattr(self, name, getattr(self._gloo, name))
 
     def alltoall_base(
         self,
