@@ -122,7 +122,6 @@ app = typer.Typer(
     help="Train Mixture-of-Experts models with communication that overlaps computation. "
     "Every command accepts --debug, which prints the traceback of an error.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # markdown joins the lines of a paragraph
 )
@@ -187,7 +186,9 @@ def main(
         _flush_output()
     except KeyboardInterrupt:
         code = INTERRUPTED
-    except (BrokenPipeError, SystemExit):  # rich turns a BrokenPipeError into a SystemExit
+    except (BrokenPipeError, SystemExit) as error:  # rich turns a BrokenPipeError into code 1
+        if isinstance(error, SystemExit) and not error.code:  # typer has printed a completion
+            return 0
         _discard_output()
         return READER_GONE
     except Exception as error:

@@ -144,6 +144,6 @@ def test_example_runs_on_two_ranks() -> None:
     assert done.stdout.endswith("8 experts on 2 ranks\n")
 
 
-def test_version_option_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert re.fullmatch(r"halley \d+\.\d+\.\d+\n", capsys.readouterr().out)
+def test_version_and_shell_completion_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == main(["--show-completion", "bash"]) == 0
+    assert re.match(r"halley \d+\.\d+\.\d+\n_halley_completion", capsys.readouterr().out)
