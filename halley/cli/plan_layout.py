@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,8 +12,11 @@ from typer import Option
 
 from halley.cli.checks import MAX_PLANNED_RANKS, check_range
 from halley.core.models import find_model
-from halley.cost.hardware import find_hardware
+from halley.cost.hardware import KNOWN, find_hardware
 
+
+if TYPE_CHECKING:
+    from halley.planner.cluster import Layout
 
 _NUM_SHOWN = 12  # rows of the table
 
@@ -23,11 +26,19 @@ def layout(
     nodes: Annotated[int, Option(help="Nodes of the cluster.")],
     ranks_per_node: Annotated[int, Option(help="GPUs of a node.")] = 8,
     device: Annotated[
-        str, Option(help="GPU of the cluster; Halley must know its rates.")
-    ] = "NVIDIA H100",
+        str,
+        Option(help=f"GPU of the cluster: {', '.join(each.name.split()[-1] for each in KNOWN)}."),
+    ] = "H100",
     network: Annotated[
         float, Option(help="Bandwidth of the network out of each GPU, in GB/s.")
     ] = 50.0,
+    what_if: Annotated[
+        list[str] | None,
+        Option(
+            help="Compare with another cluster: link=GB/s out of a GPU inside a node, or "
+            "network=GB/s. May be given several times."
+        ),
+    ] = None,
     tokens: Annotated[int, Option(help="Tokens of a GPU in one microbatch.")] = 8192,
     microbatches: Annotated[
         int, Option(help="Microbatches of a step, which reduces gradients once.")
@@ -39,31 +50,66 @@ def layout(
     shared experts. Prints the fastest layouts, the reason, then one JSON line per layout.
     """
     # Imported here, because the planner imports Triton, which other commands do not need.
-    from halley.planner.cluster import Cluster, describe, explain, plan_layouts
+    from halley.planner.cluster import Cluster, explain, plan_layouts
 
     config, hardware = find_model(model), find_hardware(device)
     check_range(nodes, 1, MAX_PLANNED_RANKS, option="nodes")
     check_range(ranks_per_node, 1, MAX_PLANNED_RANKS // nodes, option="ranks_per_node")
     check_range(tokens, 1, 2**24, option="tokens")
     check_range(microbatches, 1, 2**16, option="microbatches")
-    if not 0.001 <= network < math.inf:
-        raise ValueError(f"network ({network:g}) must be at least 0.001 GB/s and finite")
-    hardware = dataclasses.replace(hardware, network_bytes_per_s=network * 1e9)
-    cluster = Cluster(hardware=hardware, num_nodes=nodes, ranks_per_node=ranks_per_node)
+    hardware = dataclasses.replace(hardware, network_bytes_per_s=_read_rate(network, "network"))
+    changes = dict(map(_read_change, what_if or []))
     options = {"num_tokens": tokens, "num_microbatches": microbatches}
-    layouts = plan_layouts(config, cluster, **options)
+
+    def plan(changes: dict[str, float]) -> "list[Layout]":
+        changed = dataclasses.replace(hardware, **changes)
+        cluster = Cluster(hardware=changed, num_nodes=nodes, ranks_per_node=ranks_per_node)
+        return plan_layouts(config, cluster, **options)
+
+    layouts = plan({})
+    console = Console(stderr=True)
     title = f"{model} on {nodes} x {ranks_per_node} {device}, {network:g} GB/s, {tokens:,} tokens"
+    console.print(_make_table(layouts[:_NUM_SHOWN], title=title))
+    console.print(explain(layouts), highlight=False, soft_wrap=True)
+    if what_if:
+        others = plan(changes)
+        text = f"With {', '.join(what_if)} GB/s: {explain(others)}"
+        text += f" That is {others[0].layer_us / layouts[0].layer_us:.2f} times as long."
+        console.print(text, highlight=False, soft_wrap=True)
+    for each in layouts:
+        typer.echo(json.dumps(dataclasses.asdict(each)))
+    return 0
+
+
+def _make_table(layouts: "list[Layout]", *, title: str) -> Table:
+    from halley.planner.cluster import describe
+
     table = Table("layout", title=title, caption="predicted; ms of one layer, GB of all experts")
     for name in ("layer", "computes", "exposed", "reduces", "GB a GPU", "fits"):
         table.add_column(name, justify="right")
-    for each in layouts[:_NUM_SHOWN]:
+    for each in layouts:
         times = (each.layer_us, each.compute_us, each.exposed_us, each.reduce_us)
         cells = [f"{us / 1e3:.2f}" for us in times]
         fits = "yes" if each.fits else "no"
         table.add_row(describe(each), *cells, f"{each.expert_bytes / 1e9:,.1f}", fits)
-    console = Console(stderr=True)
-    console.print(table)
-    console.print(explain(layouts), highlight=False, soft_wrap=True)
-    for each in layouts:
-        typer.echo(json.dumps(dataclasses.asdict(each)))
-    return 0
+    return table
+
+
+def _read_change(text: str) -> tuple[str, float]:
+    """Return a field of ``Hardware`` and its value, in bytes/s, from a text such as "link=25"."""
+    name, _, value = text.partition("=")
+    if name not in ("link", "network"):
+        raise ValueError(f"what_if ({text}) must be link=GB/s or network=GB/s")
+    return f"{name}_bytes_per_s", _read_rate(value, f"what_if {name}")
+
+
+def _read_rate(value: float | str, name: str) -> float:
+    """Return GB/s as bytes/s."""
+    try:
+        rate = float(value)
+    except ValueError:
+        rate = math.nan
+    if not 0.001 <= rate < math.inf:
+        shown = value if isinstance(value, str) else f"{value:g}"
+        raise ValueError(f"{name} ({shown}) must be at least 0.001 GB/s and finite")
+    return rate * 1e9

@@ -37,6 +37,7 @@ class Hardware:
     device_bytes: float = 0.0  # memory of the device; 0: unknown
     read_us: float = 0.0  # time in which the host reads a value from the device
     eager_us: float = 0.0  # host time of one operation of an eager layer: docs/predictions.md
+    runs_fused: bool = False  # whether Halley's kernels run: compute capability 9.0 or higher
     num_sms: int = 0  # over which the tiles of a grouped GEMM are spread; 0: it has no tiles
 
 
@@ -62,6 +63,7 @@ H200 = Hardware(
     split_sum_us=15.0,
     read_us=20.0,
     eager_us=34.0,
+    runs_fused=True,
     num_sms=132,
     device_bytes=141e9,
 )
@@ -69,18 +71,42 @@ H200 = Hardware(
 H100 = replace(
     H200, name="NVIDIA H100", memory_bytes_per_s=3.0e12, fused_bytes_per_s=2.4e12, device_bytes=80e9
 )
-# The A100 was not measured. Its peak is that of its data sheet. Other rates are data-sheet rates
-# times about the fraction that an H200 reaches. Its latencies are those of the H200.
-A100 = replace(
-    H200,
-    name="NVIDIA A100",
-    gemm_flops_per_s=220e12,
-    peak_flops_per_s=312e12,
-    memory_bytes_per_s=1.7e12,
-    fused_bytes_per_s=1.35e12,
-    link_bytes_per_s=180e9,
-    num_sms=108,
-    device_bytes=80e9,
+
+
+def _from_data_sheet(
+    name: str, *, peak: float, memory: float, link: float, num_sms: int, num_bytes: float
+) -> Hardware:
+    """Return a GPU that was not measured: an H200 with rates in proportion to the data sheets.
+
+    The H200's sheet has 989 TFLOP/s (dense bfloat16), 4.8 TB/s of memory, 450 GB/s out of a GPU.
+    """
+    return replace(
+        H200,
+        name=name,
+        peak_flops_per_s=peak,
+        gemm_flops_per_s=H200.gemm_flops_per_s * peak / 989e12,
+        memory_bytes_per_s=H200.memory_bytes_per_s * memory / 4.8e12,
+        fused_bytes_per_s=H200.fused_bytes_per_s * memory / 4.8e12,
+        link_bytes_per_s=H200.link_bytes_per_s * link / 450e9,
+        num_sms=num_sms,
+        device_bytes=num_bytes,
+        runs_fused=False,
+    )
+
+
+# Sources: the vendors' data sheets. Links: NVLink of HGX boards, PCIe 4.0 (L40S), Infinity Fabric.
+_B200 = _from_data_sheet(
+    "NVIDIA B200", peak=2250e12, memory=8.0e12, link=900e9, num_sms=148, num_bytes=180e9
+)
+B200 = replace(_B200, runs_fused=True)
+A100 = _from_data_sheet(
+    "NVIDIA A100", peak=312e12, memory=2.0e12, link=300e9, num_sms=108, num_bytes=80e9
+)
+L40S = _from_data_sheet(
+    "NVIDIA L40S", peak=362e12, memory=0.864e12, link=32e9, num_sms=142, num_bytes=48e9
+)
+MI300X = _from_data_sheet(
+    "AMD Instinct MI300X", peak=1307e12, memory=5.3e12, link=448e9, num_sms=304, num_bytes=192e9
 )
 # Rates of a CPU core per rank, with gloo over loopback; only their order of magnitude matters. The
 # host is the device, so compiled graphs have no host times.
@@ -96,13 +122,16 @@ CPU = Hardware(
     kernel_us=10.0,
 )
 
-KNOWN = (H200, H100, A100)
+KNOWN = (H200, H100, B200, A100, L40S, MI300X)
 
 
 def find_hardware(device: str) -> Hardware:
-    """Return the ``Hardware`` of a device name like "NVIDIA H200"; ``ValueError`` if unknown."""
+    """Return the ``Hardware`` of a device name like "NVIDIA H200", or of a model like "H200".
+
+    An unknown device is a ``ValueError``.
+    """
     for hardware in KNOWN:
-        if device.startswith(hardware.name):
+        if device.startswith(hardware.name) or device == hardware.name.split()[-1]:
             return hardware
     if device == CPU.name:
         return CPU

@@ -143,7 +143,9 @@ def _list_strategies(
             num_experts=shape.num_experts * tp_size, top_k=shape.top_k * tp_size,
         )  # fmt: skip
 
-    def fused(shape: LayerShape, predictor: Predictor) -> list[Task]:
+    def inside(shape: LayerShape, predictor: Predictor) -> list[Task]:
+        if not hardware.runs_fused:
+            return all_to_all_tasks(shards(shape), predictor, num_chunks=1)
         columns = KernelConfig().chunk_columns
         return fused_tasks(shards(shape), predictor, chunk_columns=columns, fused=True)
 
@@ -153,10 +155,10 @@ def _list_strategies(
         share = (ep_size - local) / (ep_size - 1)
         rate = min(rate, hardware.network_bytes_per_s / share)
     predictor = Predictor(dataclasses.replace(hardware, link_bytes_per_s=rate))
-    if num_nodes == 1:
-        yield "fused", fused(shape, predictor)
-    else:
-        options = {"num_nodes": num_nodes, "inner": fused}
+    if num_nodes == 1 and hardware.runs_fused:
+        yield "fused", inside(shape, predictor)
+    if num_nodes > 1:
+        options = {"num_nodes": num_nodes, "inner": inside}
         orders = [list_tasks(shape, Predictor(hardware), pipeline=p, **options) for p in PIPELINES]
         yield "hierarchical", min(orders, key=makespan_us)
     num_chunks = choose_num_chunks(shards(shape), predictor)

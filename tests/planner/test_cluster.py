@@ -69,7 +69,9 @@ def test_experts_that_do_not_fit_come_last_and_are_named() -> None:
 
 
 def test_command_prints_the_fastest_layout(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "layout", "--model=mixtral-8x7b", "--nodes=2"]) == 0
+    command = ["plan", "layout", "--model=mixtral-8x7b", "--nodes=2"]
+    assert main([*command, "--what-if=link=10"]) == main([*command, "--device=A100"]) == 0
     out, text = capsys.readouterr()
     assert out.startswith('{"strategy": "fused", "ep_size": 8, "tp_size": 1, "num_nodes": 1, ')
-    assert "fused, 1 x 8 ranks is fastest: " in " ".join(text.split())
+    assert "With link=10 GB/s: fused, 1 x 4 ranks is fastest: " in text  # fewer rows leave a GPU
+    assert "sequential, 1 x 4 ranks is fastest: " in text  # an A100 cannot run the kernels
