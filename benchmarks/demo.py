@@ -51,6 +51,7 @@ from halley.distributed.mesh import ParallelGroups, build_groups, is_launched, s
 from halley.lanes import compile_step
 from halley.moe.dense import next_token_loss
 from halley.moe.layer import grouped_experts
+from halley.moe.router import SigmoidRouter
 from halley.moe.transformer import MoETransformer
 from halley.strategies.registry import build_strategy
 from halley.tools.report import write_report
@@ -59,7 +60,8 @@ from halley.train.data import BatchLoader, open_corpus
 
 
 NUM_MICROBATCHES = 2
-NUM_WARMUP = 8  # steps of each variant before the timed ones; lanes measure in the first three
+NUM_BALANCING = 40  # batches from which the routers' selection biases are found
+NUM_WARMUP = 4  # steps of each variant before the timed ones; lanes measure in the first three
 CPU_VARIANTS = {
     "sequential": "sequential",
     "chunked": "chunked:4",
@@ -72,7 +74,7 @@ CPU_MODEL = ModelConfig(
     head_dim=32,
     moe=MoEConfig(
         num_experts=8, top_k=2, intermediate_size=1536,
-        router=RouterConfig(balance_coefficient=0.2),
+        router=RouterConfig(kind="sigmoid", bias_update_rate=0.01),
     ),
 )  # fmt: skip
 GPU_MODEL = replace(
@@ -101,7 +103,7 @@ class Variant:
         )
         self.model.init_weights(seed=0)
         self._groups, self._experts = groups, grouped_experts(self.model)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, fused=True)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self._backward = self._build(name)
 
     def step(self, batches: Batches) -> torch.Tensor:
@@ -168,6 +170,24 @@ def link_spans(link: Link, *, start_s: float, end_s: float) -> list[Span]:
         for start, end in subtract([(0.0, 1e6 * (end_s - start_s))], union(waits))
     ]
     return [*busy, *list_spans("all-to-all", "comm", link.transfers), *waits]
+
+
+@torch.no_grad()
+def balance_routers(models: Sequence[MoETransformer], loader: BatchLoader, *, device: str) -> None:
+    """Choose selection biases for which all experts get about as many tokens; same for all models.
+
+    Routers that are not trained would send most tokens to few experts, and one rank would wait for
+    the other. Collective.
+    """
+    first, *others = models
+    routers = [each for each in first.modules() if isinstance(each, SigmoidRouter)]
+    for number in range(NUM_BALANCING):
+        counts_ME = first(loader.batch(number, 0)[0].to(device)).counts_ME
+        dist.all_reduce(counts_ME)
+        for router, counts_E in zip(routers, counts_ME, strict=True):
+            router.update_bias(counts_E)
+    for model in others:
+        model.load_state_dict(first.state_dict())
 
 
 @dataclass(kw_only=True)
@@ -296,7 +316,7 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         torch.set_num_threads(1)
-        link = emulate_link(bytes_per_s=1e6 * args.mb_per_s)
+        link = emulate_link()
         device, backend, model = "cpu", link.backend, CPU_MODEL
     dist.init_process_group(backend)
     groups = build_groups(0, device_type=device)
@@ -308,6 +328,10 @@ def main() -> None:
         name: Variant(name, strategy, groups, model=model, device=device)
         for name, strategy in (CPU_VARIANTS if link else GPU_VARIANTS).items()
     }
+    models = [each.model for each in variants.values()]
+    balance_routers(models, loader, device=device)
+    if link:
+        link.bytes_per_s = 1e6 * args.mb_per_s
     with Progress(disable=groups.rank > 0, transient=True) as progress:
         measured = train(
             variants, loader, link, num_steps=args.steps, device=device, progress=progress
