@@ -6,12 +6,12 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from halley.core.timeline import Span
 from halley.core.validation import build_record, parse_json, read_json_lines, read_text
+from halley.tools.timer import installed_version
 
 
 _TEMPLATE = Path(__file__).with_name("report.html")
@@ -21,7 +21,7 @@ _TIMES = ("p10_us", "p90_us", "floor_us", "exposed_comm_us", "predicted_us", "pe
 
 
 def write_report(
-    rows: Sequence[Mapping[str, Any]], timelines: Mapping[str, Sequence[Span]], path: Path
+    rows: Sequence[dict[str, Any]], timelines: Mapping[str, Sequence[Span]], path: Path
 ) -> None:
     """Write a page with charts of result lines, and one timeline for each title.
 
@@ -29,7 +29,7 @@ def write_report(
     chart. A file that cannot be written is a ``ValueError``.
     """
     data = {
-        "version": version("halley-moe"),
+        "version": installed_version("halley-moe") or "of a checkout",
         "date": str(date.today()),
         "rows": rows,
         "timelines": {
@@ -37,7 +37,7 @@ def write_report(
         },
     }
     # "<" could end the script element that holds the data.
-    text = json.dumps(data, default=dict).replace("<", "\\u003c")
+    text = json.dumps(data).replace("<", "\\u003c")
     page = _TEMPLATE.read_text(encoding="utf-8").replace(">DATA<", f">{text}<", 1)
     try:
         path.write_text(page, encoding="utf-8")
