@@ -1,13 +1,13 @@
-"""Train a small MoE model in several ways, side by side, and show what each hides.
+"""Train a small MoE model by several strategies, and measure the exposed communication of each.
 
     python -m benchmarks.demo
 
 On CPUs, two ranks exchange tokens over an emulated link (``emulated_link.py``): an all-to-all takes
-as long as on a link of a given rate. So the gain is the same on any machine with two free cores.
+as long as on a link of a given rate, on any machine. The gain also depends on the cores' speed.
 On GPUs, the ranks use the real link and the fused layer, one rank for each GPU. All variants train
 from the same weights on the same text, in alternation, one step each:
 
-    sequential    all-to-all, experts, all-to-all: what a torch user writes
+    sequential    all-to-all, experts, all-to-all, without overlap
     chunked       one chunk's all-to-all under the GEMMs of another
     wgrad         a torch.compile pass moves weight-gradient GEMMs under all-to-alls of backward
     lanes         two microbatches side by side, and weight-gradient GEMMs in the gaps
@@ -23,10 +23,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import date
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any, final
 
 import torch
@@ -54,7 +53,9 @@ from halley.moe.layer import grouped_experts
 from halley.moe.router import SigmoidRouter
 from halley.moe.transformer import MoETransformer
 from halley.strategies.registry import build_strategy
+from halley.symm_mem.access import link_kind
 from halley.tools.report import write_report
+from halley.tools.timer import machine_keys, summarise, time_keys
 from halley.tools.tracing import exposed_comm_us, gather_spans, trace_step
 from halley.train.data import BatchLoader, open_corpus
 
@@ -79,7 +80,7 @@ CPU_MODEL = ModelConfig(
 )  # fmt: skip
 GPU_MODEL = replace(
     CPU_MODEL, hidden_size=2048, num_heads=16, num_kv_heads=4, head_dim=128,
-    moe=MoEConfig(num_experts=16, top_k=4, intermediate_size=4096),
+    moe=replace(CPU_MODEL.moe, num_experts=16, top_k=4, intermediate_size=4096),
 )  # fmt: skip
 Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -254,39 +255,48 @@ def _slowest(value: float, *, device: str) -> float:
 
 
 def show(
-    measured: dict[str, Measured], folder: Path, *, model: ModelConfig, tokens: int, mb_per_s: float
+    measured: dict[str, Measured],
+    folder: Path,
+    *,
+    groups: ParallelGroups,
+    model: ModelConfig,
+    tokens: int,
+    mb_per_s: float,
 ) -> None:
-    """Print a table and one JSON line for each variant; write the results and the report."""
-    num_ranks, on_gpu = dist.get_world_size(), torch.cuda.is_available()
+    """Print a table and one JSON line for each variant; write the results and the report.
+
+    ``mb_per_s`` is the rate of the emulated link, or 0 for GPUs.
+    """
+    num_ranks, on_gpu = groups.num_ranks, not mb_per_s
     where = f"emulated link of {mb_per_s:g} MB/s" if mb_per_s else "real link"
-    machine = torch.cuda.get_device_name() if on_gpu else f"{num_ranks} ranks on CPU"
-    table = Table(title=f"A training step on {machine}, {where}: medians, ms")
+    device = torch.device("cuda" if on_gpu else "cpu")
+    machine = machine_keys(groups, device=device, commit=None)
+    if not on_gpu:
+        machine |= {"gpu": f"{num_ranks} ranks on CPU", "num_gpus": None}
+    table = Table(title=f"A training step on {machine['gpu']}, {where}: medians, ms")
     table.add_column("variant")
     for column in ("step", "exposed communication", "speed", "loss, first to last"):
         table.add_column(column, justify="right")
     rows: list[dict[str, Any]] = []
     first_us = median(next(iter(measured.values())).steps_us)
     for name, each in measured.items():
-        p10_us, p90_us = quantiles(each.steps_us, n=10, method="inclusive")[::8]
-        step_us, exposed_us = median(each.steps_us), median(each.exposed_us)
+        timing, exposed_us = summarise(each.steps_us), median(each.exposed_us)
         table.add_row(
             name,
-            f"{step_us / 1e3:.1f}",
+            f"{timing.median_us / 1e3:.1f}",
             f"{exposed_us / 1e3:.1f}",
-            f"{first_us / step_us:.2f}x",
+            f"{first_us / timing.median_us:.2f}x",
             f"{each.losses[0]:.3f} to {each.losses[-1]:.3f}",
         )
         rows.append(
             {
                 "case": "demo", "model": model.name, "num_tokens": tokens, "ep_size": num_ranks,
                 "strategy": (GPU_VARIANTS if on_gpu else CPU_VARIANTS)[name], "variant": name,
-                "direction": "step", "median_us": step_us, "p10_us": p10_us, "p90_us": p90_us,
-                "floor_us": None, "exposed_comm_us": exposed_us, "samples": len(each.steps_us),
-                "losses": each.losses, "num_microbatches": NUM_MICROBATCHES,
-                "link": "emulated" if mb_per_s else "nvlink",
-                "link_gb_per_s": mb_per_s / 1e3 or None,
-                "gpu": machine, "num_gpus": num_ranks if on_gpu else None,
-                "torch": torch.__version__, "commit": None, "date": str(date.today()),
+                "direction": "step", **time_keys(timing), "floor_us": None,
+                "exposed_comm_us": exposed_us, "losses": each.losses,
+                "num_microbatches": NUM_MICROBATCHES,
+                "link": link_kind(device).lower() if on_gpu else "emulated",
+                "link_gb_per_s": mb_per_s / 1e3 or None, **machine,
             }
         )  # fmt: skip
     Console().print(table)
@@ -307,6 +317,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="timed training steps")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"))
     args = parser.parse_args()
+    if args.steps < 1 or not args.mb_per_s > 0:
+        parser.error("--steps must be at least 1, and --mb-per-s above 0")
     num_gpus = torch.cuda.device_count()
     if not is_launched():
         command = [sys.executable, "-m", "benchmarks.demo", *sys.argv[1:]]
@@ -339,7 +351,8 @@ def main() -> None:
     if groups.rank == 0:
         tokens = NUM_MICROBATCHES * train_config.batch_size * config.data.seq_len
         mb_per_s = args.mb_per_s if link else 0.0
-        show(measured, args.output, model=model, tokens=tokens, mb_per_s=mb_per_s)
+        place = {"groups": groups, "model": model}
+        show(measured, args.output, tokens=tokens, mb_per_s=mb_per_s, **place)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -2,7 +2,8 @@
 
 gloo moves the data. A wait for an all-to-all then sleeps until a link of the given rate would have
 moved the bytes, so it uses no core. Transfers of a rank share its link one after another. All
-other collectives take the time of gloo. Functional collectives and compiled graphs use the backend
+other collectives take the time of gloo; reduce-scatters and point-to-point calls are not supported.
+Functional collectives and compiled graphs use the backend
 like any other one.
 
     link = emulate_link(bytes_per_s=20e6)
@@ -88,9 +89,6 @@ class _Transfer(dist._Work):
     def is_completed(self) -> bool:
         return self._work.is_completed() and time.perf_counter() >= self._end_s
 
-    def get_future(self) -> Any:
-        return self._work.get_future()
-
 
 @final
 class _EmulatedGroup(dist.ProcessGroup):
@@ -107,7 +105,7 @@ class _EmulatedGroup(dist.ProcessGroup):
         self._register_backend(cpu, kind, self._gloo)
         # Torch's own methods hold the interpreter's lock while they wait for a thread of gloo. That
         # thread needs the lock to free a tensor: a deadlock. Those of gloo release it.
-        for name in ("allreduce", "allgather", "_allgather_base", "barrier", "broadcast"):
+        for name in ("allreduce", "allgather", "_allgather_base", "barrier", "broadcast", "reduce"):
             setattr(self, name, getattr(self._gloo, name))
 
     def alltoall_base(

@@ -2,7 +2,7 @@
 
     python -m benchmarks.frameworks benchmarks/results       # 2 GPUs, all models, best settings
     python -m benchmarks.frameworks DIR --frameworks torchtitan --models mixtral-8x7b
-    python -m benchmarks.frameworks DIR --variants standard,halley --layers 8
+    python -m benchmarks.frameworks DIR --frameworks torchtitan --variants standard,halley
     python -m benchmarks.frameworks DIR --device cpu --smoke --samples 2    # 2 CPU ranks
 
 One run measures all variants of a framework on the same weights and tokens. A step is forward,
@@ -24,7 +24,7 @@ This changes all variants alike, and needs as many ranks of expert parallelism a
 and TensorBoard are not used, so torchtitan runs without these packages.
 
 A machine without a network needs these wheels, 16 MiB for Python 3.12, beside torch and the
-packages of Transformers 5.17::
+other dependencies of Transformers::
 
     pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \\
         --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 -d WHEELS \\

@@ -82,7 +82,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--smoke", action="store_true", help="a tiny model and few tokens")
     parser.add_argument("--commit", help="to write into the lines")
-    return parser.parse_args()
+    words = parser.parse_args()
+    known = {"models": LAYERS, "frameworks": VARIANTS}
+    for option, allowed in known.items():
+        if wrong := set(getattr(words, option).split(",")) - allowed.keys():
+            parser.error(f"{option} ({', '.join(wrong)}) must be among {', '.join(allowed)}")
+    for framework in words.frameworks.split(","):
+        allowed = VARIANTS[framework]
+        if wrong := set(filter(None, words.variants.split(","))) - allowed.keys():
+            parser.error(f"variants ({', '.join(wrong)}) must be among {', '.join(allowed)}")
+    return words
 
 
 def measure(
@@ -125,7 +134,11 @@ def run(framework: str, job: Job, *, num_ranks: int, timeout_s: float) -> dict[s
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun ends its ranks
-        output, _ = process.communicate()
+        try:
+            output, _ = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
         error = f"no result after {timeout_s:.0f} s"
     names = ", ".join(job.variants)
     sys.stderr.write(f"{framework} {job.model} {names}: {time.monotonic() - begin:.0f} s\n")
@@ -143,7 +156,7 @@ def make_rows(
 ) -> list[Row]:
     """Return lines; a variant whose values differ from those of the first has no time."""
     size = job.config()
-    reference = next((each for each in results.values() if "error" not in each), None)
+    reference = results[next(iter(variants))]
     rows: list[Row] = []
     for name, variant in variants.items():
         found = {"error": None, **results[name]}
@@ -157,7 +170,9 @@ def make_rows(
             "median_us": None, "p10_us": None, "p90_us": None, "samples": 0, "floor_us": None,
             "max_rel_err": None, "bit_equal": None, "peak_mib": None, "loss": None,
         }  # fmt: skip
-        if found["error"] is None and reference is not None:
+        if found["error"] is None and "error" in reference:
+            found = {"error": "the first variant, which is the reference, failed"}
+        if found["error"] is None:
             samples_us, losses = found.pop("samples_us"), found.pop("losses")
             error = differ(losses, found["gradient_norm"], reference)
             row |= {"loss": losses[-1], "max_rel_err": error}

@@ -58,7 +58,7 @@ def layout(
     check_range(tokens, 1, 2**24, option="tokens")
     check_range(microbatches, 1, 2**16, option="microbatches")
     hardware = dataclasses.replace(hardware, network_bytes_per_s=_read_rate(network, "network"))
-    changes = dict(map(_read_change, what_if or []))
+    changes = _read_changes(what_if or [])
     options = {"num_tokens": tokens, "num_microbatches": microbatches}
 
     def plan(changes: dict[str, float]) -> "list[Layout]":
@@ -74,7 +74,8 @@ def layout(
     if what_if:
         others = plan(changes)
         text = f"With {', '.join(what_if)} GB/s: {explain(others)}"
-        text += f" That is {others[0].layer_us / layouts[0].layer_us:.2f} times as long."
+        ratio = others[0].layer_us / layouts[0].layer_us
+        text += f" The fastest layout then takes {ratio:.2f} times as long."
         console.print(text, highlight=False, soft_wrap=True)
     for each in layouts:
         typer.echo(json.dumps(dataclasses.asdict(each)))
@@ -95,12 +96,16 @@ def _make_table(layouts: "list[Layout]", *, title: str) -> Table:
     return table
 
 
-def _read_change(text: str) -> tuple[str, float]:
-    """Return a field of ``Hardware`` and its value, in bytes/s, from a text such as "link=25"."""
-    name, _, value = text.partition("=")
-    if name not in ("link", "network"):
-        raise ValueError(f"what_if ({text}) must be link=GB/s or network=GB/s")
-    return f"{name}_bytes_per_s", _read_rate(value, f"what_if {name}")
+def _read_changes(texts: list[str]) -> dict[str, float]:
+    """Return fields of ``Hardware`` and values in bytes/s, from texts such as "link=25" (GB/s)."""
+    changes: dict[str, float] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        field = f"{name}_bytes_per_s"
+        if name not in ("link", "network") or field in changes:
+            raise ValueError(f"what_if ({text}) must be link=GB/s or network=GB/s, each once")
+        changes[field] = _read_rate(value, f"what_if {name}")
+    return changes
 
 
 def _read_rate(value: float | str, name: str) -> float:

@@ -94,7 +94,8 @@ def _from_data_sheet(
     )
 
 
-# Sources: the vendors' data sheets. Links: NVLink of HGX boards, PCIe 4.0 (L40S), Infinity Fabric.
+# Sources: the vendors' data sheets. Links: NVLink of HGX boards, PCIe 4.0 (L40S), Infinity Fabric
+# (MI300X). A100 means SXM with 80 GB.
 _B200 = _from_data_sheet(
     "NVIDIA B200", peak=2250e12, memory=8.0e12, link=900e9, num_sms=148, num_bytes=180e9
 )

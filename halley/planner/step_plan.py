@@ -98,6 +98,8 @@ def find_problems(
         found["fused"] = fused_problem
     elif not _HAS_TRITON:
         found["fused"] = "Triton is not installed"
+    elif hardware.name != CPU.name and not hardware.runs_fused:
+        found["fused"] = f"{hardware.name} cannot run its kernels"
     elif hardware.name != CPU.name and config.train.dtype == "float32":
         found["fused"] = "train.dtype (float32) must be bfloat16 for it on a GPU"
     return found

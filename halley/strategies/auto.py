@@ -61,7 +61,8 @@ class AutoStrategy(AbstractStrategy):
         recorder: recorder of the candidates; disabled during the measurement.
         across_hosts: further candidates, instead of "fused" where symmetric memory is missing.
         left_out: the reason why a strategy is no candidate, by name.
-        releases: free the buffers of each candidate as long as no kind of layer has chosen it.
+        releases: free the buffers of "fused", and those of ``across_hosts``, as long as no kind of
+            layer has chosen one of them.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class AutoStrategy(AbstractStrategy):
         return self.candidates[decision.name].forward(x_TD, routing, experts)
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
-        """Return tasks of the strategy chosen for training, else of the predicted fastest one."""
+        """Return tasks of the strategy chosen for training, else of the fastest inside a host."""
         if name := self.decision(shape, gradients=True).name:
             return self.candidates[name].tasks(shape, predictor)
         inside = [s for name, s in self.candidates.items() if name not in self._across_hosts]
@@ -167,8 +168,10 @@ class AutoStrategy(AbstractStrategy):
         decision = Decision(name=name, reason=f"{layer}, {direction}: {why}", times_us=times_us)
         self._decisions[kind] = decision
         chosen = {each.name for each in self._decisions.values()}
-        for unused in set(names) - chosen if self._releases else ():
-            self.candidates[unused].release()
+        for sharing in ([_FUSED], [*self._across_hosts]):  # candidates that share buffers
+            if self._releases and not chosen.intersection(sharing):
+                for unused in (each for each in sharing if each in names):
+                    self.candidates[unused].release()
         return decision
 
     def _measure(

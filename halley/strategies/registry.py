@@ -19,7 +19,7 @@ from halley.core.types import Save, check_tp_size
 from halley.core.validation import check_type, parse_device, show_name
 from halley.cost.hardware import predictor_of
 from halley.distributed.nodes import Nodes, find_nodes
-from halley.distributed.peers import rank_and_size
+from halley.distributed.peers import all_gather_objects, rank_and_size
 from halley.ops.wire import WireDtype
 from halley.strategies.all_gather import AllGatherStrategy
 from halley.strategies.all_to_all import AllToAllStrategy
@@ -167,8 +167,8 @@ def build_pipelines(
 ) -> dict[str, HierarchicalStrategy]:
     """Return a strategy across nodes for each of ``PIPELINES``, by pipeline name.
 
-    All share buffers. Inside a node they run "fused" where GPUs can address each other's memory,
-    else "sequential". ``name`` is "hierarchical" or "deduplicated", with variants. Without
+    All share buffers. Inside a node they run "fused" where its kernels can run, else "sequential".
+    ``name`` is "hierarchical" or "deduplicated", with variants. Without
     ``nodes``, a collective of all ranks of the job finds them.
     """
     choice, device = _parse(name), parse_device(device)
@@ -180,7 +180,9 @@ def build_pipelines(
             f"tp_size ({tp_size}) must divide the ranks of a node ({nodes.ranks_per_node}) with "
             f"strategy {choice.kind}"
         )
-    if device.type == "cuda" and not peer_access(nodes.local, device):
+    runs_fused = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    runs_fused = all(all_gather_objects(runs_fused, group=nodes.local, operation="capability"))
+    if runs_fused and not peer_access(nodes.local, device):
         from halley.fused.buffers import Workspaces
         from halley.strategies.fused import FusedStrategy
 
@@ -233,6 +235,7 @@ def _build_auto(group: dist.ProcessGroup | None, options: dict[str, Any]) -> Aut
     candidates = {name: build_strategy(name, group, **options) for name in names}
     if "fused" in names and options["tp_size"] == 1 < num_ranks:
         # "hierarchical" would create process groups, for which all ranks of the job must wait.
+        # Without max_load: with fixed sizes, every token would cross to every rank.
         where = {key: options[key] for key in ("recorder", "device", "timeout_s")}
         nodes = Nodes(node=rank, num_nodes=num_ranks)
         pipelines = build_pipelines("deduplicated", group, nodes=nodes, **where)

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from halley.core.timeline import Span
-from halley.core.validation import build_record, parse_json, read_json_lines, read_text
+from halley.core.validation import build_record, parse_json, read_json_lines
 from halley.tools.timer import installed_version
 
 
 _TEMPLATE = Path(__file__).with_name("report.html")
 _MAX_BYTES = 64 << 20  # of a file, and of an unpacked trace
 _TEXTS = ("case", "model", "strategy", "direction", "gpu")
-_TIMES = ("p10_us", "p90_us", "floor_us", "exposed_comm_us", "predicted_us", "peak_mib")
+_NUMBERS = ("median_us", "p10_us", "p90_us", "floor_us", "predicted_us", "peak_mib")
 
 
 def write_report(
@@ -50,7 +50,8 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 
     A line that is no result, such as one without a strategy, is a ``ValueError``.
     """
-    read_text(path, what="results", max_bytes=_MAX_BYTES)  # a missing file is an error
+    if not path.exists():
+        raise ValueError(f"results ({path}) must be a readable file")
     rows: list[dict[str, Any]] = []
     for where, row in read_json_lines(path, what="results", max_bytes=_MAX_BYTES):
         if not isinstance(row, dict):
@@ -58,9 +59,9 @@ def read_results(path: Path) -> list[dict[str, Any]]:
         for name in _TEXTS:
             if not isinstance(row.get(name), str):
                 raise ValueError(f"{where} {name} must be a text")
-        for name in ("median_us", *_TIMES):
+        for name in _NUMBERS:
             value = row.get(name)
-            if value is not None and not (isinstance(value, int | float) and value >= 0):
+            if value is not None and not (type(value) in (int, float) and value >= 0):
                 raise ValueError(f"{where} {name} must be a number of at least 0, or null")
         rows.append(row)
     return rows
@@ -83,8 +84,11 @@ def read_trace(path: Path) -> list[Span]:
     if not isinstance(events, list):
         raise ValueError(f"{where} must have a list traceEvents")
     keys = {"name": "name", "pid": "rank", "cat": "stream", "ts": "start_us", "dur": "duration_us"}
-    return [
+    spans = [
         build_record(Span, {keys[key]: event[key] for key in keys if key in event}, where=where)
         for event in events
         if isinstance(event, dict) and event.get("ph") == "X"
     ]
+    if not spans or min(span.duration_us for span in spans) < 0:
+        raise ValueError(f"{where} must have spans, and none of negative duration")
+    return spans
