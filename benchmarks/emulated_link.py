@@ -1,10 +1,9 @@
 """Process groups on CPUs whose all-to-alls take the time of a slow link.
 
 gloo moves the data. A wait for an all-to-all then sleeps until a link of the given rate would have
-moved the bytes, so it uses no core. Transfers of a rank share its link one after another. All
-other collectives take the time of gloo; reduce-scatters and point-to-point calls are not supported.
-Functional collectives and compiled graphs use the backend
-like any other one.
+moved the bytes, so it uses no core. Transfers of a rank share its link one after another. All other
+collectives take the time of gloo; reduce-scatters and point-to-point calls are not supported.
+Functional collectives and compiled graphs use the backend like any other one.
 
     link = emulate_link(bytes_per_s=20e6)
     dist.init_process_group(link.backend)

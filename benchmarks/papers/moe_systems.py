@@ -24,7 +24,6 @@ class Machine:
     """A host with eight GPUs, and the constants of kernels and collectives on it."""
 
     hardware: Hardware  # gemm_flops_per_s is that of dense GEMMs
-    num_sms: int
     copy_bytes_per_s: float  # out of a GPU, by copy engines or by the CTAs of a kernel
 
 
@@ -43,8 +42,8 @@ H800 = Machine(
         link_latency_us=40.0,
         launch_us=3.0,
         kernel_us=3.0,
+        num_sms=132,
     ),
-    num_sms=132,
     copy_bytes_per_s=180e9,
 )
 L20 = Machine(
@@ -54,8 +53,8 @@ L20 = Machine(
         gemm_flops_per_s=108e12,
         memory_bytes_per_s=0.75e12,
         link_bytes_per_s=25e9,
+        num_sms=92,
     ),
-    num_sms=92,
     copy_bytes_per_s=25e9,
 )
 
@@ -313,7 +312,8 @@ def _comet_layer(case: Case, cost: _Costs, host: HostTime, *, number: int) -> li
     rate = min(machine.copy_bytes_per_s, number * _CTA_BYTES_PER_S)
     send_us = case.partial_sum_bytes / num_chunks / rate * 1e6
     first_us = cost.gemm_us / NUM_RANKS
-    second_us = cost.gemm_us / num_chunks * machine.num_sms / (machine.num_sms - number)
+    num_sms = machine.hardware.num_sms
+    second_us = cost.gemm_us / num_chunks * num_sms / (num_sms - number)
     remote = range(1, NUM_RANKS)
     second = []
     for c in range(num_chunks):

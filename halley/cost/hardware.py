@@ -78,7 +78,7 @@ def _from_data_sheet(
 ) -> Hardware:
     """Return a GPU that was not measured: an H200 with rates in proportion to the data sheets.
 
-    The H200's sheet has 989 TFLOP/s (dense bfloat16), 4.8 TB/s of memory, 450 GB/s out of a GPU.
+    Arguments are in FLOP/s, bytes/s and bytes. The H200's sheet has 989e12, 4.8e12 and 450e9.
     """
     return replace(
         H200,

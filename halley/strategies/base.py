@@ -16,7 +16,7 @@ from halley.distributed.peers import Collective, compare_ranks, name_ranks, time
 
 
 _EAGER = 1.06  # time of torch's grouped GEMM over that of Halley's kernels: docs/predictions.md
-
+FUSED_CAPABILITY = (9, 0)  # Hopper: the kernels use the Tensor Memory Accelerator (TMA)
 PartRunner = Callable[[torch.Tensor, Routing], torch.Tensor]
 
 

@@ -28,6 +28,7 @@ from halley.fused.passes import LayerCall
 from halley.interpreter import INTERPRETED
 from halley.ops.kernels.launch import is_aligned
 from halley.strategies.base import (
+    FUSED_CAPABILITY,
     AbstractStrategy,
     PartRunner,
     check_inputs,
@@ -39,7 +40,6 @@ from halley.strategies.base import (
 )
 
 
-_CAPABILITY = (9, 0)  # Hopper: the kernels use the Tensor Memory Accelerator (TMA)
 _MAX_RANKS = 31  # kernels keep sets of ranks as bits of an int32
 _MAX_EXPERTS = 2**15 - 1  # kernels pack an expert id with 16 other bits into an int32
 _MAX_TOP_K = 64
@@ -201,7 +201,7 @@ class FusedStrategy(AbstractStrategy):
                 "device (cpu) must be cuda for strategy fused in a process whose Triton compiles: "
                 "set TRITON_INTERPRET=1 before it starts"
             )
-        if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < _CAPABILITY:
+        if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < FUSED_CAPABILITY:
             found = ".".join(map(str, torch.cuda.get_device_capability(weight.device)))
             return (
                 f"compute capability ({found}) must be at least 9.0 for strategy fused: its "

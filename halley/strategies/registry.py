@@ -24,7 +24,7 @@ from halley.ops.wire import WireDtype
 from halley.strategies.all_gather import AllGatherStrategy
 from halley.strategies.all_to_all import AllToAllStrategy
 from halley.strategies.auto import AutoStrategy
-from halley.strategies.base import AbstractStrategy
+from halley.strategies.base import FUSED_CAPABILITY, AbstractStrategy
 from halley.strategies.hierarchical import HierarchicalStrategy
 from halley.strategies.part_orders import PIPELINES, SPLIT
 from halley.strategies.traceable import TraceableStrategy
@@ -168,8 +168,8 @@ def build_pipelines(
     """Return a strategy across nodes for each of ``PIPELINES``, by pipeline name.
 
     All share buffers. Inside a node they run "fused" where its kernels can run, else "sequential".
-    ``name`` is "hierarchical" or "deduplicated", with variants. Without
-    ``nodes``, a collective of all ranks of the job finds them.
+    ``name`` is "hierarchical" or "deduplicated", with variants. Without ``nodes``, a collective of
+    all ranks of the job finds them.
     """
     choice, device = _parse(name), parse_device(device)
     if nodes is None:
@@ -180,9 +180,10 @@ def build_pipelines(
             f"tp_size ({tp_size}) must divide the ranks of a node ({nodes.ranks_per_node}) with "
             f"strategy {choice.kind}"
         )
-    runs_fused = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    runs_fused = all(all_gather_objects(runs_fused, group=nodes.local, operation="capability"))
-    if runs_fused and not peer_access(nodes.local, device):
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    operation = "the check of compute capability"
+    found = all_gather_objects(capability, group=nodes.local, operation=operation)
+    if min(found) >= FUSED_CAPABILITY and not peer_access(nodes.local, device):
         from halley.fused.buffers import Workspaces
         from halley.strategies.fused import FusedStrategy
 
