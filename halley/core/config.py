@@ -35,11 +35,6 @@ def _require_between(config: object, name: str, low: int, high: int, *, high_nam
     _require(low <= value <= high, name, value, f"between {low} and {high_name} ({high})")
 
 
-def _require_divisible(config: object, name: str, divisor: int, *, divisor_name: str) -> None:
-    value: int = getattr(config, name)
-    _require(value % divisor == 0, name, value, f"divisible by {divisor_name} ({divisor})")
-
-
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """How the router of an MoE layer chooses the experts of a token, and the router's losses.
@@ -105,7 +100,8 @@ class MoEConfig:
         _require(self.num_experts <= MAX_EXPERTS, "num_experts", self.num_experts, rule)
         _require_between(self, "top_k", 1, self.num_experts, high_name="num_experts")
         num_groups = self.router.num_groups
-        _require_divisible(self, "num_experts", num_groups, divisor_name="num_groups")
+        rule = f"divisible by num_groups ({num_groups})"
+        _require(self.num_experts % num_groups == 0, "num_experts", self.num_experts, rule)
         allowed = self.num_experts // num_groups * self.router.num_limited_groups
         rule = f"at most the experts of num_limited_groups groups ({allowed})"
         _require(self.top_k <= allowed, "top_k", self.top_k, rule)
@@ -149,7 +145,8 @@ class ModelConfig:
         names = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")
         _require_sizes(self, *names, "moe_interval")
         _require_sizes(self, "dense_intermediate_size", least=0)
-        _require_divisible(self, "num_heads", self.num_kv_heads, divisor_name="num_kv_heads")
+        rule = f"divisible by num_kv_heads ({self.num_kv_heads})"
+        _require(self.num_heads % self.num_kv_heads == 0, "num_heads", self.num_heads, rule)
         size = self.head_dim  # even, because rotary embeddings rotate pairs of dimensions
         _require(size >= 2 and size % 2 == 0, "head_dim", size, "even, >= 2")
         _require_sizes(self, "head_dim")

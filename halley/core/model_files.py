@@ -109,18 +109,17 @@ def parse_sizes(text: str) -> ModelConfig:
         if key not in _SIZES or key in sizes or not (value.isascii() and value.isdecimal()):
             break
         sizes[key] = int(value)
+    where = f"model ({show_name(text)})"
     if len(sizes) < len(_SIZES) or len(sizes) != text.count(",") + 1:
-        raise ValueError(
-            f"model ({show_name(text)}) must be the sizes E, K, D and F once each, such as "
-            "E=128,K=8,D=2048,F=768"
-        )
+        example = "E=128,K=8,D=2048,F=768"
+        raise ValueError(f"{where} must be the sizes E, K, D and F once each, such as {example}")
     heads = max(1, sizes["D"] // 128)
     moe = {name: sizes[key] for key, name in _SIZES.items() if key != "D"}
     table = {
         "name": text, "vocab_size": 32000, "hidden_size": sizes["D"], "num_layers": 1,
         "num_heads": heads, "num_kv_heads": heads, "head_dim": 128, "moe": moe,
     }  # fmt: skip
-    return build_record(ModelConfig, table, where=f"model ({show_name(text)})")
+    return build_record(ModelConfig, table, where=where)
 
 
 def _take(given: dict[str, Any], keys: dict[str, tuple[str, ...]]) -> dict[str, Any]:

@@ -137,8 +137,7 @@ def load_config(path: Path | None, *, overrides: list[str]) -> RunConfig:
         raise ValueError(f"model.name ({show(name)}) must be of type str")
     base: Table = dataclasses.asdict(find_model(name))
     _merge(base, {**model, "name": base["name"]}, prefix="model.")
-    table["model"] = base
-    return build(RunConfig, table)
+    return build(RunConfig, {**table, "model": base})
 
 
 def _read_toml(path: Path) -> Table:

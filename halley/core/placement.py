@@ -7,8 +7,8 @@ the number of replicas that a rank may choose from.
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import cast
 
@@ -16,6 +16,7 @@ import torch
 
 from halley.core.types import DROPPED, MAX_EXPERTS, local_experts
 from halley.core.validation import (
+    MAX_FLOAT,
     Record,
     Table,
     build_record,
@@ -65,27 +66,19 @@ def read_counts(path: Path) -> list[list[float]]:
         layers = [layers]
     if [] in layers or not all(isinstance(layer, list) for layer in layers):
         raise ValueError(f"{where} must be numbers of each expert, or lists of them")
-    counts_ME = [
-        [_check_number(value, where=where) for value in layer]
-        for layer in cast(list[list[object]], layers)
-    ]
+    counts_ME = cast(list[list[float]], layers)
+    for value in chain(*counts_ME):
+        if type(value) not in (int, float) or not 0 <= value <= MAX_FLOAT:
+            raise ValueError(f"{where} must be numbers of at least 0, and {show(value)} is none")
+    num_experts = len(counts_ME[0])
     for index, counts_E in enumerate(counts_ME):
-        if len(counts_E) != len(counts_ME[0]):
-            raise ValueError(
-                f"{where} of layer {index} must have {len(counts_ME[0])} experts, as layer "
-                f"0, and have {len(counts_E)}"
-            )
+        what = f"{where} of layer {index} must"
+        if len(counts_E) != num_experts:
+            rule = f"have {num_experts} experts, as layer 0, and have {len(counts_E)}"
+            raise ValueError(f"{what} {rule}")
         if not sum(counts_E):
-            raise ValueError(f"{where} of layer {index} must not all be 0")
+            raise ValueError(f"{what} not all be 0")
     return counts_ME
-
-
-def _check_number(value: object, *, where: str) -> float:
-    with suppress(ValueError):
-        check_type(value, float, name="count")
-        if (number := cast(float, value)) >= 0:
-            return number
-    raise ValueError(f"{where} must be numbers of at least 0, and {show(value)} is none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +114,9 @@ class ExpertPlacement:
             if experts[0] < 0 or experts[-1] >= self.num_experts:
                 raise ValueError(f"{what} must have experts below num_experts ({self.num_experts})")
         if self.num_ranks * num_local > MAX_EXPERTS:
-            raise ValueError(
-                f"placement ({self.num_ranks} ranks of {num_local} experts) must have at most "
-                f"{MAX_EXPERTS} experts on all ranks together"
-            )
+            what = f"placement ({self.num_ranks} ranks of {num_local} experts)"
+            rule = f"have at most {MAX_EXPERTS} experts on all ranks together"
+            raise ValueError(f"{what} must {rule}")
         held = {expert for experts in self.experts_WL for expert in experts}
         if missing := set(range(self.num_experts)) - held:
             raise ValueError(f"placement must hold every expert: {min(missing)} is on no rank")
@@ -165,13 +157,11 @@ def replica_choices(placement: ExpertPlacement, *, rank: int) -> tuple[torch.Ten
     of valid columns of each row, ``(E + 1,)`` int64.
     """
     choices: list[list[int]] = []
+    experts_WL, num_local = placement.experts_WL, placement.num_local
     for expert in range(placement.num_experts):
         ranks = placement.ranks_of(expert)
         held = [rank] if rank in ranks else ranks
-        local = [placement.experts_WL[each].index(expert) for each in held]
-        choices.append(
-            [each * placement.num_local + i for each, i in zip(held, local, strict=True)]
-        )
+        choices.append([each * num_local + experts_WL[each].index(expert) for each in held])
     choices.append([DROPPED])
     width = max(map(len, choices))  # shorter rows are padded: a tensor has rows of one length
     padded = [[*row, *row[:1] * (width - len(row))] for row in choices]
@@ -179,11 +169,7 @@ def replica_choices(placement: ExpertPlacement, *, rank: int) -> tuple[torch.Ten
 
 
 def choose_replicas(
-    topk_idx_TK: torch.Tensor,
-    choices_EC: torch.Tensor,
-    num_choices_E: torch.Tensor,
-    *,
-    rank: int,
+    topk_idx_TK: torch.Tensor, choices_EC: torch.Tensor, num_choices_E: torch.Tensor, *, rank: int
 ) -> torch.Tensor:
     """Return the id of the replica to which each slot is sent, or ``DROPPED``, ``(T, K)`` int64.
 
@@ -219,14 +205,11 @@ def load_placements(
     value = read_json(path, what="placement", max_bytes=_MAX_BYTES)
     record = _build(_PlacementFile, value, where=where, command="plan balance")
     if record.num_experts != num_experts:
-        raise ValueError(
-            f"{where} must be for num_experts {num_experts} and is for {record.num_experts}"
-        )
+        rule = f"be for num_experts {num_experts} and is for {record.num_experts}"
+        raise ValueError(f"{where} must {rule}")
     if len(record.layers) not in (1, num_layers):
-        raise ValueError(
-            f"{where} must have {num_layers} layers, the model's MoE layers, or one for "
-            f"all of them, and has {len(record.layers)}"
-        )
+        rule = f"have {num_layers} layers, the model's MoE layers, or one for all of them"
+        raise ValueError(f"{where} must {rule}, and has {len(record.layers)}")
     placements: list[ExpertPlacement] = []
     for index, experts_WL in enumerate(record.layers):
         try:
@@ -234,9 +217,8 @@ def load_placements(
         except ValueError as error:
             raise ValueError(f"{where} must be right in layer {index}: {error}") from None
         if placement.num_ranks != num_ranks:
-            raise ValueError(
-                f"{where} must be for ep_size {num_ranks} and is for {placement.num_ranks} ranks"
-            )
+            rule = f"be for ep_size {num_ranks} and is for {placement.num_ranks} ranks"
+            raise ValueError(f"{where} must {rule}")
         placements.append(placement)
     return placements * num_layers if len(placements) == 1 else placements
 

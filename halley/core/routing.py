@@ -30,10 +30,8 @@ def count_tokens_per_expert(topk_idx_TK: torch.Tensor, num_experts: int) -> torc
 def chunk_sizes(num_local_experts: int, num_chunks: int) -> list[int]:
     """Return how many local experts each of ``num_chunks`` chunks has; they differ by at most 1."""
     if not 1 <= num_chunks <= num_local_experts:
-        raise ValueError(
-            f"num_chunks ({num_chunks}) must be between 1 and num_local_experts "
-            f"({num_local_experts})"
-        )
+        rule = f"between 1 and num_local_experts ({num_local_experts})"
+        raise ValueError(f"num_chunks ({num_chunks}) must be {rule}")
     size, num_larger = divmod(num_local_experts, num_chunks)
     return [size + 1] * num_larger + [size] * (num_chunks - num_larger)
 
@@ -45,10 +43,8 @@ def sort_keys(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor
     Example: idx [[0, 2], [2, 1]] gives the slots 0, 3, 1, 2.
     """
     if num_experts > MAX_EXPERTS:
-        raise ValueError(
-            f"num_experts ({num_experts}), shards and replicas included, must be at most "
-            f"{MAX_EXPERTS}"
-        )
+        what = f"num_experts ({num_experts}), shards and replicas included,"
+        raise ValueError(f"{what} must be at most {MAX_EXPERTS}")
     key_N = topk_idx_TK.flatten()
     # The radix sort of a GPU makes one pass per byte of the key, so the narrowest dtype is fastest.
     # As uint8, DROPPED (-1) becomes 255, the largest key.
@@ -173,9 +169,8 @@ def sharded_dims(*, parts: int) -> tuple[ShardedDim, ShardedDim]:
 def shard_size(intermediate_size: int, *, tp_size: int) -> int:
     """Return the intermediate size of a shard; raise a ``ValueError`` if it is no integer."""
     if intermediate_size % tp_size:
-        raise ValueError(
-            f"intermediate_size ({intermediate_size}) must be divisible by tp_size ({tp_size})"
-        )
+        rule = f"divisible by tp_size ({tp_size})"
+        raise ValueError(f"intermediate_size ({intermediate_size}) must be {rule}")
     return intermediate_size // tp_size
 
 
@@ -196,8 +191,6 @@ def route_to_shards(routing: Routing, *, num_local: int, tp_size: int) -> Routin
     shard = torch.arange(tp_size, device=idx_TK.device) * num_local
     # DROPPED, the only negative id, stays as it is.
     shards = torch.where(idx_TK[:, :, None] < 0, idx_TK[:, :, None], first[:, :, None] + shard)
-    return Routing(
-        topk_idx_TK=shards.flatten(1),
-        topk_weights_TK=routing.topk_weights_TK.repeat_interleave(tp_size, dim=1),
-        capacity=routing.capacity,
-    )
+    idx_TK, weights_TK = shards.flatten(1), routing.topk_weights_TK
+    weights_TK = weights_TK.repeat_interleave(tp_size, dim=1)
+    return Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK, capacity=routing.capacity)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import time
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -128,20 +129,17 @@ class Recorder:
         than its work inside ``torch.compile``, where nothing is recorded, and inside a CUDA graph
         capture, where only the profiler shows the span.
         """
+        mark: AbstractContextManager[object] = nullcontext()
         if torch.compiler.is_compiling():
-            return nullcontext()
-        mark = self._mark(name, stream)
-        return CURRENT_OPERATION.waiting(name, mark) if stream == "exposed" else mark
-
-    def _mark(self, name: str, stream: str) -> AbstractContextManager[object]:
+            return mark
         is_gpu = self._device.type == "cuda"
         if self.enabled and not (is_gpu and torch.cuda.is_current_stream_capturing()):
-            return self._timed(name, stream)
+            mark = self._timed(name, stream)
         # record_function takes some microseconds of host time even without a profiler. PyTorch has
         # only a private function that tells whether a profiler runs.
-        if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-            return record_function(f"halley::{name}")
-        return nullcontext()
+        elif torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            mark = record_function(f"halley::{name}")
+        return CURRENT_OPERATION.waiting(name, mark) if stream == "exposed" else mark
 
     def collect(self) -> list[Span]:
         """Wait for the device; return the new spans sorted by start; the first starts at 0."""
@@ -202,16 +200,13 @@ def union_us(spans: Iterable[Span]) -> float:
 def subtract(intervals: list[Interval], cover: list[Interval]) -> list[Interval]:
     """Return the parts of ``intervals`` outside ``cover``; both are disjoint and in order."""
     uncovered: list[Interval] = []
-    first = 0  # items of ``cover`` before this index end at or before ``start_us``
     for start_us, end_us in intervals:
-        while first < len(cover) and cover[first][1] <= start_us:
-            first += 1
-        index = first
-        while index < len(cover) and cover[index][0] < end_us:
-            if cover[index][0] > start_us:
-                uncovered.append((start_us, cover[index][0]))
-            start_us = cover[index][1]
-            index += 1
+        first = bisect_right(cover, start_us, key=lambda each: each[1])
+        last = bisect_left(cover, end_us, key=lambda each: each[0])
+        for cover_start_us, cover_end_us in cover[first:last]:
+            if cover_start_us > start_us:
+                uncovered.append((start_us, cover_start_us))
+            start_us = cover_end_us
         if end_us > start_us:
             uncovered.append((start_us, end_us))
     return uncovered

@@ -174,14 +174,12 @@ def check_routing(routing: Routing, *, num_tokens: int, num_experts: int) -> Non
     ``torch.compile``, which traces without values.
     """
     idx, weights = routing.topk_idx_TK, routing.topk_weights_TK
+    shape = tuple(idx.shape)
     if idx.ndim != 2 or idx.shape[0] != num_tokens:
-        raise ValueError(
-            f"topk_idx {tuple(idx.shape)} must be (num_tokens, top_k) with num_tokens {num_tokens}"
-        )
+        rule = f"(num_tokens, top_k) with num_tokens {num_tokens}"
+        raise ValueError(f"topk_idx {shape} must be {rule}")
     if weights.shape != idx.shape:
-        raise ValueError(
-            f"topk_weights {tuple(weights.shape)} must have topk_idx's shape {tuple(idx.shape)}"
-        )
+        raise ValueError(f"topk_weights {tuple(weights.shape)} must have topk_idx's shape {shape}")
     if idx.dtype != torch.int64:
         raise ValueError(f"topk_idx dtype ({idx.dtype}) must be torch.int64")
     if not weights.dtype.is_floating_point:
@@ -192,10 +190,8 @@ def check_routing(routing: Routing, *, num_tokens: int, num_experts: int) -> Non
         least, largest = int(idx.min()), int(idx.max())
         if least < DROPPED or largest >= num_experts:
             wrong = least if least < DROPPED else largest
-            raise ValueError(
-                f"topk_idx ({wrong}) must be an expert below num_experts ({num_experts}), or "
-                f"{DROPPED} where dropped"
-            )
+            rule = f"an expert below num_experts ({num_experts}), or {DROPPED} where dropped"
+            raise ValueError(f"topk_idx ({wrong}) must be {rule}")
 
 
 def local_experts(num_experts: int, *, ep_size: int, tp_size: int = 1) -> int:
@@ -208,10 +204,8 @@ def local_experts(num_experts: int, *, ep_size: int, tp_size: int = 1) -> int:
     if tp_size < 1 or ep_size % tp_size:
         raise ValueError(f"tp_size ({tp_size}) must divide ep_size ({ep_size})")
     if num_experts * tp_size % ep_size != 0:
-        sharing = f" / tp_size ({tp_size})" if tp_size > 1 else ""
-        raise ValueError(
-            f"num_experts ({num_experts}) must be divisible by ep_size ({ep_size}){sharing}"
-        )
+        divisor = f"ep_size ({ep_size})" + (f" / tp_size ({tp_size})" if tp_size > 1 else "")
+        raise ValueError(f"num_experts ({num_experts}) must be divisible by {divisor}")
     return num_experts * tp_size // ep_size
 
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import stat
+import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from typing import Never, cast
 import torch
 
 
+MAX_FLOAT = sys.float_info.max
 MAX_DEPTH = 32  # deepest nesting of lists and objects; Halley's own files have at most 6 levels
 
 Table = dict[str, object]
@@ -72,8 +74,7 @@ def check_type(value: typing.Any, kind: typing.Any, *, name: str) -> None:
         if not isinstance(value, arguments[1:]):
             check_type(value, arguments[0], name=name)
     elif origin is tuple:
-        if not isinstance(value, tuple):
-            raise ValueError(f"{name} ({show(value)}) must be of type tuple")
+        check_type(value, tuple, name=name)
         items = cast(tuple[object, ...], value)
         for each, each_kind, each_name in _items(items, arguments, name=name):
             check_type(each, each_kind, name=each_name)
@@ -87,7 +88,8 @@ def check_type(value: typing.Any, kind: typing.Any, *, name: str) -> None:
         is_bool = isinstance(value, bool) and kind in (int, float)
         if not isinstance(value, accepted) or is_bool:
             raise ValueError(f"{name} ({show(value)}) must be of type {kind.__name__}")
-        if kind is float and not _is_finite(value):
+        # ``math.isfinite`` would raise an error for an integer beyond the range of floats.
+        if kind is float and not abs(value) <= MAX_FLOAT:
             raise ValueError(f"{name} ({show(value)}) must be finite")
 
 
@@ -159,13 +161,6 @@ def _items(
         yield value, kind, f"{name}[{index}]"
 
 
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond the range of floats
-        return False
-
-
 @cache
 def _hints(cls: type[object]) -> dict[str, object]:
     hints = typing.get_type_hints(cls)
@@ -217,12 +212,11 @@ def read_json_lines(path: Path, *, what: str, max_bytes: int) -> Iterator[tuple[
     A start is "/a/b.jsonl:3 must be a line of profiles:". A missing file has no lines.
     """
     try:
-        os.stat(path)
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError):
-        pass  # read_text meets the same error and raises it with a clear message
-    text = read_text(path, what=what, max_bytes=max_bytes)
+        text = read_text(path, what=what, max_bytes=max_bytes)
+    except ValueError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return
+        raise
     # Not splitlines: it splits at further characters, such as U+2028, that JSON allows in strings.
     lines = text.removesuffix("\n").split("\n") if text else []
     for number, line in enumerate(lines, start=1):

@@ -1,14 +1,12 @@
 """Divide the ranks of a process group into nodes, and create a process group for each node."""
 
-import os
-import socket
 from collections import Counter
 from dataclasses import dataclass
 from typing import cast
 
 import torch.distributed as dist
 
-from halley.distributed.peers import all_gather_objects, rank_and_size, time_limit
+from halley.distributed.peers import all_gather_objects, host_name, rank_and_size, time_limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +43,8 @@ def find_nodes(group: dist.ProcessGroup | None, *, ranks_per_node: int = 0) -> N
     if group is None:
         return Nodes()
     own = tuple(dist.get_process_group_ranks(group))
-    host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
     asked = all_gather_objects(
-        (own, host, ranks_per_node), group=dist.group.WORLD, operation="the search for nodes"
+        (own, host_name(), ranks_per_node), group=dist.group.WORLD, operation="the search for nodes"
     )
     hosts = {rank: name for rank, (_, name, _) in enumerate(asked)}
     sizes = {

@@ -8,7 +8,9 @@ even after a collective has failed.
 
 import contextlib
 import json
+import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -45,6 +47,11 @@ def group_ranks(values: Mapping[int, Key]) -> dict[Key, list[int]]:
     for rank, value in values.items():
         ranks_of.setdefault(value, []).append(rank)
     return ranks_of
+
+
+def host_name() -> str:
+    """Return the name of this host, or ``NCCL_HOSTID`` where it is set, as NCCL does."""
+    return os.environ.get("NCCL_HOSTID") or socket.gethostname()
 
 
 def time_limit(group: dist.ProcessGroup) -> timedelta:

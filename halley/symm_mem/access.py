@@ -3,7 +3,6 @@
 import ctypes
 import itertools
 import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from halley.distributed.peers import all_gather_objects
+from halley.distributed.peers import all_gather_objects, host_name
 
 
 SHM = Path("/dev/shm")  # a folder of Linux whose files are shared memory
@@ -104,7 +103,7 @@ def link_kind(device: torch.device | str) -> str:
 
 def _locate(device: torch.device) -> MemoryLocation:
     boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-    host: dict[str, Any] = {"host": socket.gethostname(), "boot_id": boot_id}
+    host: dict[str, Any] = {"host": host_name(), "boot_id": boot_id}
     if device.type == "cpu":
         # Without /dev/shm, use None: ``find_problem`` then reports this on all ranks.
         shm_id = SHM.stat().st_dev if SHM.is_dir() else None

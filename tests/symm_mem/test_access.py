@@ -17,14 +17,8 @@ from halley.tools import diagnosis as doctor
 CPU = MemoryLocation(host="ada", boot_id="1f", device="cpu", shm_id=24)
 UUIDS = ("a", "b", "c", "d")
 GPUS = [
-    replace(
-        CPU,
-        device=f"cuda:{index}",
-        shm_id=None,
-        uuid=uuid,
-        reachable=tuple(other for other in UUIDS if other != uuid),
-    )
-    for index, uuid in enumerate(UUIDS)
+    replace(CPU, device=f"cuda:{i}", shm_id=None, uuid=uuid, reachable=UUIDS[:i] + UUIDS[i + 1 :])
+    for i, uuid in enumerate(UUIDS)
 ]
 SHARED = [replace(GPUS[0], may_share=True)] * 2
 
@@ -79,8 +73,8 @@ def test_location_of_a_gpu_has_uuid_and_reachable_peers(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) != (2, 0))
-    for device in (torch.device("cuda", 2), torch.device("cuda")):
-        place = access._locate(device)
+    for device in ("cuda:2", "cuda"):
+        place = access._locate(torch.device(device))
         assert (place.device, place.uuid, place.reachable) == ("cuda:2", "c", ("b", "d"))
     assert peer_access(None, torch.device("cuda", 2)) == ""
 
@@ -118,18 +112,22 @@ def test_link_kind_agrees_with_the_doctor() -> None:
     assert link_kind(torch.device("cuda", 0)) in words
 
 
-def _check_access(rank: int, num_ranks: int, missing: str) -> tuple[str, str]:
+def _check_access(rank: int, num_ranks: int, missing: str) -> tuple[str, str, str]:
     found = peer_access(dist.group.WORLD, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NCCL_HOSTID", f"node-{rank}")
+        emulated = peer_access(dist.group.WORLD, torch.device("cpu"))
+        patch.delenv("NCCL_HOSTID")
         if rank == 1:
             patch.setattr(access, "SHM", Path(missing))
         without = peer_access(dist.group.WORLD, torch.device("cpu"))
         with pytest.raises(RuntimeError, match="no symmetric memory: rank 1 has no shared"):
             SharedHeap(dist.group.WORLD)
-    return found, without.partition(":")[0]
+    return found, emulated, without.partition(":")[0]
 
 
 def test_all_ranks_get_the_same_answer(run_ranks, tmp_path: Path) -> None:
     assert peer_access(None, torch.device("cpu")) == ""
     answers = run_ranks(_check_access, 2, str(tmp_path / "missing"))
-    assert answers == [("", "rank 1 has no shared memory")] * 2
+    emulated = "ranks 0 and 1 are on different hosts, node-0 and node-1"
+    assert answers == [("", emulated, "rank 1 has no shared memory")] * 2
