@@ -184,8 +184,7 @@ class Workshop:
     def _first_step(self, step: Step) -> Variant:
         subject = self.subject
         begin_s = time.perf_counter()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings of torch about its tracing
+        with warnings.catch_warnings(action="ignore"):  # warnings of torch about its tracing
             warnings.filterwarnings("default", message="halley")
             values = subject.values(step)
         if self.device.type == "cuda":

@@ -105,9 +105,9 @@ def compile_by_inductor(
     ``add_report`` is called with the report of each graph whose order is planned. If Inductor's
     configuration has a custom pass already where Halley sets its own, this is a ``RuntimeError``.
     """
-    name = "post_grad_custom_post_pass"
-    if getattr(config, name) is not None:
-        raise RuntimeError(f"torch._inductor.config.{name} must be None: halley sets it")
+    for name in ("_post_fusion_custom_pass", "post_grad_custom_post_pass"):
+        if getattr(config, name) is not None:
+            raise RuntimeError(f"torch._inductor.config.{name} must be None: halley sets it")
     split = config.custom_partitioner_fn or min_cut_rematerialization_partition
     partitioner = StepPartitioner(
         split=split, hooks=hooks, unknown_size=options.unknown_size, fuses=True
@@ -126,12 +126,27 @@ def compile_by_inductor(
 
     # Inductor caches no graph that a plain function such as ``change`` modifies. A rank that found
     # a graph in its cache would not run the passes, and the other ranks would wait for it.
-    patches: dict[str, Any] = {name: change, "custom_partitioner_fn": partitioner}
+    patches: dict[str, Any] = {
+        "post_grad_custom_post_pass": change,
+        "custom_partitioner_fn": partitioner,
+    }
+    if options.passes != "none":
+        patches["_post_fusion_custom_pass"] = sort_kernels  # change 8 of pipeline.py
     if config.cpp_wrapper:
         patches["unbacked_symint_fallback"] = max(1, options.unknown_size // _ROWS_SHARE)
     return compile_fx(  # pyright: ignore[reportReturnType]
         gm, example_inputs, inner_compile=_compile_below_autograd, config_patches=patches
     )
+
+
+def sort_kernels(kernels: list[Any]) -> list[Any]:
+    """Return the kernels of Inductor's scheduler in the order of the last node that each computes.
+
+    Inductor orders a fused kernel by its first node. If an early sum is fused with the loss, then
+    all that the loss needs would run before the kernels beside an all-to-all.
+    """
+    by_last_node = sorted(kernels, key=lambda kernel: kernel.max_order)
+    return kernels[0].scheduler.topological_sort_schedule(by_last_node) if kernels else kernels
 
 
 def _compile_below_autograd(*args: Any, **kwargs: Any) -> OutputCode:

@@ -20,6 +20,8 @@ torch that a graph is well formed.
     overlap window so that Inductor keeps the GEMMs in it. Checked: lint.
  7  Insert gradient-ready hooks (gradient_ready.py; backward only). May return None for a gradient
     and call the parameter's hook with it instead. Checked: lint.
+ 8  Sort kernels (inductor.py; inductor only, not if ``passes`` is "none"). May reorder the fused
+    kernels. Checked: Inductor sorts them so that their dependencies come first.
 
 Changes 5 and 6 are made only if ``run_passes`` returned a report. Rank 0 makes the plans of changes
 3 and 5, and all ranks use them. Before that, the ranks compare their graphs (``consensus.py``).

@@ -42,8 +42,7 @@ class AllToAllCalls(TorchDispatchMode):
 @contextlib.contextmanager
 def fresh_graphs() -> Iterator[None]:
     """Ignore warnings of PyTorch about tracing, and forget all graphs of Dynamo afterwards."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             yield
         finally:

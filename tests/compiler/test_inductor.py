@@ -16,7 +16,13 @@ from halley.cost.simulate import Contention
 from halley.distributed.mesh import ParallelGroups
 from halley.moe.layer import MoELayer
 from halley.strategies.traceable import TraceableStrategy
-from tests.compiler.model_case import HIDDEN_SIZE, PaddedModel, make_input, whole_graphs
+from tests.compiler.model_case import (
+    HIDDEN_SIZE,
+    PaddedModel,
+    fresh_graphs,
+    make_input,
+    whole_graphs,
+)
 
 
 def _run_inductor(rank: int, num_ranks: int) -> tuple[bool, str, list[OrderReport]]:
@@ -29,16 +35,13 @@ def _run_inductor(rank: int, num_ranks: int) -> tuple[bool, str, list[OrderRepor
     found, codes, backend, model = {}, {}, Backend(), PaddedModel()
     x = make_input(rank)
     for passes, inner in (("none", "inductor"), ("wgrad", "inductor"), ("wgrad", "eager")):
-        torch._dynamo.reset()
         x.grad = None
         model.zero_grad()
         options = {"passes": passes, "inner": inner, "memory_margin": 1.0}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with fresh_graphs():
             call = torch.compile(model, backend=backend, fullgraph=True, options=options)
             y, codes[passes, inner] = run_fw_bw_and_get_code(lambda: call(x))  # noqa: B023
         found[passes, inner] = [y.detach(), x.grad, *(p.grad for p in model.parameters())]
-    torch._dynamo.reset()
     same = all(map(torch.equal, found["none", "inductor"], found["wgrad", "inductor"]))
     return same, codes["wgrad", "inductor"][-1], backend.reports
 
@@ -140,8 +143,7 @@ def _count_autograd(rank: int, num_ranks: int) -> tuple[int, int]:
             lambda x, w: torch.ops.halley_tests.twice(x) * w, backend=Backend(), options=options
         )
         x, w = torch.ones(4), torch.ones(4, requires_grad=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             run(x, w)
         num_traced = len(seen)
         assert torch.equal(run(x, w), torch.full((4,), 2.0))
@@ -152,3 +154,31 @@ def _count_autograd(rank: int, num_ranks: int) -> tuple[int, int]:
 
 def test_compiled_graphs_skip_the_autograd_key(run_ranks) -> None:
     assert run_ranks(_count_autograd, 1, timeout_s=120.0) == [(0, 1)]
+
+
+class _LossWithEarlySum(torch.nn.Module):
+    """Inductor fuses the sum with the loss, which needs the all-to-all; the median does not."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        collectives = torch.ops._c10d_functional
+        total, half, own = x.sum(), len(x) // 2, x.detach()
+        started = collectives.all_to_all_single(own, [half] * 2, [half] * 2, "0")
+        median = own.flatten().kthvalue(half).values
+        return (collectives.wait_tensor(started) + x).sum() * total, median
+
+
+def _code_with_early_sum(rank: int, num_ranks: int) -> str:
+    from torch._inductor import config
+    from torch._inductor.utils import run_fw_bw_and_get_code
+
+    call = torch.compile(_LossWithEarlySum(), backend=Backend(), options={"inner": "inductor"})
+    x = torch.randn(8 * num_ranks, 16, requires_grad=True)
+    with fresh_graphs(), config.patch(reorder_for_peak_memory=False):  # it may hide the difference
+        return run_fw_bw_and_get_code(lambda: call(x)[0])[1][0]
+
+
+def test_kernels_fused_with_the_loss_do_not_empty_a_window(run_ranks) -> None:
+    for code in run_ranks(_code_with_early_sum, 2, timeout_s=300.0):
+        body = code[code.index("def call(") :]
+        names = re.findall(r"^ .*\.(all_to_all_single|kthvalue|wait_tensor)\.default\(", body, re.M)
+        assert names == ["all_to_all_single", "kthvalue", "wait_tensor"]

@@ -61,8 +61,7 @@ def write_kernel_configs(path: Path) -> None:
 
 
 def read_kernel_configs(path: Path) -> object:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about files without a line for this machine
+    with warnings.catch_warnings(action="ignore"):  # about files without a line for this machine
         return ConfigTable(path, HERE).found
 
 

@@ -20,8 +20,7 @@ _REASON = "megatron-core is not installed: make compat runs these tests with it"
 
 
 def _core(name: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron warns of missing optional packages
+    with warnings.catch_warnings(action="ignore"):  # Megatron warns of missing optional packages
         return pytest.importorskip(f"megatron.core.{name}", reason=_REASON)
 
 

@@ -151,8 +151,7 @@ def test_compiled_graph_ends_at_the_experts() -> None:
     def double(x_TD: torch.Tensor) -> torch.Tensor:
         return 2 * runner.run(x_TD, routing, experts, group=None)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch reads .grad of the graph's inputs
+    with warnings.catch_warnings(action="ignore"):  # torch reads .grad of the graph's inputs
         y_TD = torch.compile(double, backend="eager")(x_TD)
     _assert_near(y_TD, 2 * expected(CASE, 0)["y"])
     torch.compiler.reset()
@@ -169,8 +168,7 @@ def test_fused_experts_are_part_of_a_compiled_graph() -> None:
     def double(x_TD: torch.Tensor) -> torch.Tensor:
         return 2 * runner.run(x_TD, routing, experts, group=None, prepared=prepared)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch reads .grad of the graph's inputs
+    with warnings.catch_warnings(action="ignore"):  # torch reads .grad of the graph's inputs
         y_TD = torch.compile(double, backend="aot_eager", fullgraph=True)(x_TD)
     torch.compiler.reset()
     _assert_near(y_TD, 2 * expected(CASE, 0)["y"])

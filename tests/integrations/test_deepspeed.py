@@ -22,8 +22,7 @@ _REASON = "deepspeed is not installed: make compat runs these tests with it"
 
 # DeepSpeed looks for a GPU when it is imported.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with warnings.catch_warnings(action="ignore"):
     deepspeed: Any = pytest.importorskip("deepspeed", reason=_REASON)
     transformers: Any = pytest.importorskip("transformers", reason=_REASON)
     halley_deepspeed: Any = importlib.import_module("halley.integrations.deepspeed")

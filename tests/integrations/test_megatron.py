@@ -304,8 +304,7 @@ def test_job_spec_replaces_the_moe_layers_only(run_ranks: RunRanks) -> None:
 
 
 def _run_example(rank: int, num_ranks: int) -> list[str]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron warns of its own settings
+    with warnings.catch_warnings(action="ignore"):  # Megatron warns of its own settings
         return runpy.run_path(str(EXAMPLE))["train"](num_ranks)
 
 

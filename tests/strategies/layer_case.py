@@ -241,6 +241,5 @@ def train(
 
 def import_inductor() -> None:
     """Import Inductor here, because its import warns."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         importlib.import_module("torch._inductor.compile_fx")

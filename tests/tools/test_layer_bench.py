@@ -9,7 +9,6 @@ from typing import final
 import pytest
 import torch
 
-from halley.cli.bench import layer_table
 from halley.core.models import find_model
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing, Task
@@ -38,13 +37,9 @@ ONE_SAMPLE = {"device": CPU, "num_samples": 1, "commit": "abc"}
 BAD = (math.nan, math.inf)
 NAMES = ("y", "x.grad", "weights.grad", "up.grad", "down.grad")  # of the values of a layer
 TINY = find_model("tiny")
-CASE = LayerCase(
-    model=dataclasses.replace(
-        TINY, hidden_size=16, moe=dataclasses.replace(TINY.moe, intermediate_size=8)
-    ),
-    num_tokens=32,
-    dtype=torch.float32,
-)
+MOE = dataclasses.replace(TINY.moe, intermediate_size=8)
+SMALL = dataclasses.replace(TINY, hidden_size=16, moe=MOE)
+CASE = LayerCase(model=SMALL, num_tokens=32, dtype=torch.float32)
 
 
 @final
@@ -71,6 +66,7 @@ def _measure(rank: int, num_ranks: int) -> list[Row]:
     candidates = build_candidates(CASE, names, groups=groups, recorder=recorder, device=CPU)
     del candidates["chunked n=3"]  # two settings are enough to choose from
     candidates["wrong"] = ScaledStrategy(groups, 1.01)
+    candidates["rounded:float8"] = ScaledStrategy(groups, 1.01)
     where = {"groups": groups, "recorder": recorder, "device": CPU}
     rows = bench_layer(CASE, candidates, link_bytes_per_s=1e6, num_samples=3, **where)
     destroy(groups)
@@ -79,17 +75,15 @@ def _measure(rank: int, num_ranks: int) -> list[Row]:
 
 def test_wrong_strategy_gets_no_time(run_ranks: RunRanks) -> None:
     rows, others = run_ranks(_measure, 2)
-    assert [(row["strategy"], row["direction"]) for row in rows] == [
-        (strategy, direction)
-        for direction in ("forward", "forward_backward")
-        for strategy in ("sequential", "chunked", "wrong")
-    ]
+    names = ("sequential", "chunked", "wrong", "rounded:float8")
+    expected = [(d, name) for d in ("forward", "forward_backward") for name in names]
+    assert [(row["direction"], row["strategy"]) for row in rows] == expected
     for row, other in zip(rows, others, strict=True):
         assert row["median_us"] == other["median_us"]
         error = to_float(row["max_rel_err"])
         assert row["floor_us"] == max(to_float(row["gemm_us"]), to_float(row["wire_us"]))
-        if row["strategy"] == "wrong":
-            assert row["median_us"] is None
+        if row["strategy"] in ("wrong", "rounded:float8"):
+            assert (row["median_us"] is None) == (row["strategy"] == "wrong")
             assert error == pytest.approx(0.01, rel=0.01)
             assert row["bit_equal"] is False
             continue
@@ -99,7 +93,7 @@ def test_wrong_strategy_gets_no_time(run_ranks: RunRanks) -> None:
         p10, median, p90 = (to_float(row[key]) for key in ("p10_us", "median_us", "p90_us"))
         assert 0 < p10 <= median <= p90
         assert to_float(row["exposed_comm_us"]) > 0
-    forward, both = (to_float(rows[i]["wire_us"]) for i in (0, 3))
+    forward, both = (to_float(rows[i]["wire_us"]) for i in (0, 4))
     assert both == pytest.approx(2 * forward, abs=0.2)  # rounded to a tenth
     assert rows[0]["setting"] is None
     assert str(rows[1]["setting"]).startswith("n=")
@@ -208,7 +202,7 @@ def test_lines_have_all_keys_and_are_written_to_their_file(tmp_path: Path) -> No
 
 def _measure_memory(rank: int, num_ranks: int) -> list[Row]:
     groups = build_groups(0, device_type="cpu")
-    moe = dataclasses.replace(TINY.moe, intermediate_size=8, num_experts=4)
+    moe = dataclasses.replace(MOE, num_experts=4)
     model = dataclasses.replace(TINY, hidden_size=32, moe=moe)
     case = LayerCase(model=model, num_tokens=16, dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch:  # fewer samples: times do not matter here
@@ -222,24 +216,11 @@ def test_symmetric_memory_of_each_strategy_by_hand(run_ranks: RunRanks) -> None:
     """Send and combine buffers: 2 x 16 rows of 32 floats each; weights 2 x 16 x 2; 560 words."""
     symm_mib = round((4 * 16 * 32 * 4 + 2 * 16 * 2 * 4 + 560 * 4) / 2**20, 3)
     for rows in run_ranks(_measure_memory, 2):
-        assert [(row["strategy"], row["direction"], row["symm_mib"]) for row in rows] == [
-            ("sequential", "forward", None),
-            ("fused", "forward", symm_mib),
-            ("sequential", "forward_backward", None),
-            ("fused", "forward_backward", symm_mib),
-        ]
+        assert [row["symm_mib"] for row in rows] == [None, symm_mib] * 2
         assert all(to_float(row["max_rel_err"]) < 1e-6 for row in rows)
         assert all(row["hidden"] is None for row in rows)  # without a GPU
         tells = {row["strategy"] for row in rows if row["exposed_comm_us"] is not None}
         assert tells == {"sequential"}
-
-
-def test_committed_lines_without_newer_keys_can_be_shown() -> None:
-    for path in Path(__file__).parents[2].glob("benchmarks/results/*/layer.jsonl"):
-        rows: list[Row] = [json.loads(line) for line in path.read_text().splitlines()]
-        for row in rows:
-            row.pop("symm_mib", None)
-        assert layer_table(rows).row_count == len(rows) > 0
 
 
 def test_error_is_the_share_of_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,9 +237,8 @@ def test_error_is_the_share_of_the_norm(monkeypatch: pytest.MonkeyPatch) -> None
     ("value", "reference", "error"),
     [
         # Values that are not finite never pass.
-        *(([1.0, bad], [1.0, 2.0], math.inf) for bad in BAD),
+        *(([1.0, bad], [1.0, other], math.inf) for bad in BAD for other in (2.0, bad)),
         *(([1.0, 2.0], [1.0, bad], math.inf) for bad in BAD),
-        *(([1.0, bad], [1.0, bad], math.inf) for bad in BAD),
         ([300.0, 0.0], [0.0, 400.0], 1.25),  # in float16 the squares would overflow
         ([0.0, 0.0], [0.0, 0.0], 0.0),
         ([], [], 0.0),
