@@ -1,6 +1,6 @@
-"""Write the tables of benchmarks/results into README.md and docs/results.md.
+"""Write the tables of benchmarks/results into README.md, docs/results.md and docs/multinode.md.
 
-python benchmarks/tables.py            # rewrite both
+python benchmarks/tables.py            # rewrites all
 """
 
 import json
@@ -72,6 +72,57 @@ def headline_table(rows: list[Row]) -> list[str]:
     ]
 
 
+def nodes_table(path: Path) -> list[str]:
+    """Return the Markdown lines of a result file of strategies across nodes of one rank each."""
+    rows = [json.loads(line) for line in path.read_text(encoding="ascii").splitlines()]
+    first = rows[0]
+    lines = [
+        f"{_title(first)}, two nodes of one GPU, {first['link_gb_per_s']:.0f} GB/s each way:",
+        "",
+        "| model | tokens a rank | pass | lower bound | sequential | chunked | deduplicated | "
+        "times as fast | deduplicated / bound |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    gains: dict[str, list[float]] = {direction: [] for direction in DIRECTIONS}
+    bounds: dict[str, list[float]] = {direction: [] for direction in DIRECTIONS}
+    for (model, num_tokens, direction), group in groupby(rows, key=_workload):
+        times = {row["strategy"]: row for row in group}
+        found, bound_us = times["deduplicated"], times["deduplicated"]["floor_us"]
+        others = [times[name]["median_us"] for name in ("sequential", "chunked")]
+        gains[direction].append(min(others) / found["median_us"])
+        bounds[direction].append(found["median_us"] / bound_us)
+        cells = [f"{bound_us / 1e3:.2f}", *(_cell(times[name]) for name in times)]
+        cells += [f"{each[direction][-1]:.2f}" for each in (gains, bounds)]
+        lines.append(f"| {model} | {num_tokens} | {DIRECTIONS[direction]} | {' | '.join(cells)} |")
+    means = [math.prod(each) ** (1 / len(each)) for each in (*gains.values(), *bounds.values())]
+    return [
+        *lines,
+        "",
+        f"Geometric means: `deduplicated` is {means[0]:.2f} times as fast as the faster of the "
+        f"other two forward,",
+        f"and {means[1]:.2f} times forward + backward. It takes {means[2]:.2f} and {means[3]:.2f} "
+        "times the lower bound:",
+        "the larger of the GEMMs alone and of the rows on the wire alone.",
+    ]
+
+
+def moe_perf_table(paths: list[Path]) -> list[str]:
+    """Return the Markdown lines of result files of ``benchmarks/moe_perf.py``."""
+    lines = [
+        "Milliseconds of a layer with router and shared expert, and the published times on 8 H100:",
+        "",
+        "| GPUs | layer | strategy | forward | backward | TFLOP/s | over published |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for path in paths:
+        for row in map(json.loads, path.read_text(encoding="ascii").splitlines()):
+            times = [f"{row[key] / 1e3:.2f}" for key in ("forward_us", "backward_us")]
+            cells = [f"{row['num_gpus']} x {row['gpu']}", row["model"], row["strategy"], *times]
+            cells += [f"{row['tflops']:.0f}", f"{row['over_published']:.2f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def graph_table(path: Path) -> list[str]:
     """Return the Markdown lines of a result file of the graph benchmark."""
     rows = [json.loads(line) for line in path.read_text(encoding="ascii").splitlines()]
@@ -106,14 +157,18 @@ def render(document: str, tables: list[str], *, name: str) -> str:
 
 def documents() -> dict[Path, str]:
     """Return the text of each document, with its tables made from the results."""
-    machines = read_rows()
+    machines, results = read_rows(), ROOT / "benchmarks/results"
     tables = {
-        ROOT / "README.md": headline_table(machines[0]),
+        ROOT / "README.md": headline_table(max(machines, key=len)),
         ROOT / "docs" / "results.md": [
-            *(line for rows in machines for line in layer_table(rows)),
+            *(line for rows in machines for line in [*layer_table(rows), ""]),
+            *graph_table(results / "h200x2/graph-channels-fitted.jsonl"),
             "",
-            *graph_table(ROOT / "benchmarks/results/h200x2/graph-channels-fitted.jsonl"),
+            *moe_perf_table(sorted(results.glob("*/moe_perf.jsonl"))),
         ],
+        ROOT / "docs" / "multinode.md": nodes_table(
+            results / "h100-80gb-hbm3x2/layer-nodes-graph.jsonl"
+        ),
     }
     return {
         path: render(path.read_text(encoding="utf-8"), lines, name=path.name)
