@@ -12,18 +12,20 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from halley.core.models import find_model
 from halley.core.types import LayerShape, Task
-from halley.cost.hardware import Predictor, find_hardware
+from halley.cost.hardware import Hardware, Predictor, find_hardware
 from halley.cost.simulate import makespan_us
 from halley.fused.config import KernelConfig
 from halley.strategies.all_to_all import all_to_all_tasks
 from halley.strategies.fused import fused_tasks
+from halley.strategies.part_orders import PIPELINES, list_tasks
 
 
 RESULTS = Path(__file__).parent / "results"
@@ -50,7 +52,7 @@ class Comparison:
 
 def predict_us(row: Row) -> float:
     """Return the predicted us of a result line of the layer benchmark with balanced routing."""
-    model, predictor = find_model(row["model"]), Predictor(find_hardware(row["gpu"]))
+    model, predictor = find_model(row["model"]), Predictor(_find_hardware(row))
     if row["skew"] != "balanced" or row["tp_size"] != 1 or row["dtype"] != "bfloat16":
         raise ValueError(f"row ({row}) must have balanced routing, tp_size 1 and dtype bfloat16")
     shape = LayerShape(
@@ -69,10 +71,28 @@ def predict_us(row: Row) -> float:
     return makespan_us(tasks)
 
 
+def _find_hardware(row: Row) -> Hardware:
+    """Return the record of a row's GPU, with the slow link and without the host of a CUDA graph."""
+    hardware = find_hardware(row["gpu"])
+    if row.get("link") == "channels":
+        link = row["link_gb_per_s"] * 1e9
+        hardware = replace(hardware, link_bytes_per_s=link, network_bytes_per_s=link)
+    if "graph" in (row["setting"] or ""):
+        no_host = {"eager_us": hardware.kernel_us, "read_us": 0.0, "link_latency_us": 0.0}
+        hardware = replace(hardware, **no_host)
+    return hardware
+
+
 def _list_tasks(row: Row, shape: LayerShape, predictor: Predictor) -> list[Task]:
+    kernels = partial(fused_tasks, chunk_columns=KernelConfig().chunk_columns)
     if row["strategy"] in ("unfused", "fused"):
-        columns, fused = KernelConfig().chunk_columns, row["strategy"] == "fused"
-        return fused_tasks(shape, predictor, chunk_columns=columns, fused=fused)
+        return kernels(shape, predictor, fused=row["strategy"] == "fused")
+    if row["strategy"] == "deduplicated":
+        name = row["setting"].split()[0]
+        return list_tasks(
+            shape, predictor, num_nodes=row["num_nodes"], inner=partial(kernels, fused=True),
+            pipeline=next(each for each in PIPELINES if each.name == name),
+        )  # fmt: skip
     num_chunks = int(row["setting"].removeprefix("n=")) if row["setting"] else 1
     return all_to_all_tasks(shape, predictor, num_chunks=num_chunks)
 
@@ -83,6 +103,10 @@ def compare() -> Iterator[Comparison]:
     for row in _read("h200x4/layer.jsonl"):
         fitted = row["model"] in models and row["num_tokens"] == num_tokens
         yield _compare_layer(row, section="calibration" if fitted else "test")
+    for row in _read("h100-80gb-hbm3x4/layer.jsonl"):
+        yield _compare_layer(row, section="another GPU")
+    for row in _read("h100-80gb-hbm3x2/layer-nodes-graph.jsonl"):
+        yield _compare_layer(row, section="slow link")
     for row in _read("h200x4/plain_layer.jsonl"):
         if row["strategy"] == "sequential":
             yield _compare_layer(row, section="earlier run")
@@ -155,11 +179,12 @@ def main() -> int:
     rows = list(compare())
     summary = summarise(rows)
     sys.stdout.write(f"{json.dumps(summary)}\n" if options.json else _format(rows, summary))
-    test = summary["test"]["all"]
-    if options.check and (test["median"] > MOST_MEDIAN or test["worst"] > MOST_WORST):
-        bar = f"median at most {MOST_MEDIAN:.0%}, worst at most {MOST_WORST:.0%}"
-        sys.stderr.write(f"the test rows miss the bar: {bar}\n")
-        return 1
+    bar = f"median at most {MOST_MEDIAN:.0%}, worst at most {MOST_WORST:.0%}"
+    for section in ("test", "another GPU") if options.check else ():
+        errors = summary[section]["all"]
+        if errors["median"] > MOST_MEDIAN or errors["worst"] > MOST_WORST:
+            sys.stderr.write(f"the rows of section {section} miss the bar: {bar}\n")
+            return 1
     return 0
 
 
