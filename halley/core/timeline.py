@@ -53,7 +53,7 @@ class CurrentOperation:
     name: str = ""  # of the operation that began last
     num_operations: int = 0
     wait_depth: int = 0  # number of open ``waiting`` contexts, one inside the other
-    polled_s: float = -_POLL_LASTS_S  # ``time.monotonic`` at the last ``poll``
+    polled_s: float = -_POLL_LASTS_S  # ``time.monotonic`` at the last ``poll``; at first long ago
 
     @property
     def is_waiting(self) -> bool:

@@ -43,7 +43,8 @@ class Hardware:
 
 # Sources of the H200's numbers. Rates: measured on four GPUs of one host with torch 2.11 and
 # NCCL 2.28, by a grouped GEMM and an NCCL all-to-all of 32 MiB per peer. Peak: data sheet (SXM).
-# Host times: fitted to the forward of GPT2-L-MoE, compiled by Inductor in two microbatches (47 ms).
+# Host times but ``eager_us``, which docs/predictions.md explains: fitted to the forward of
+# GPT2-L-MoE, compiled by Inductor in two microbatches (47 ms).
 # Check: six of its layers in one batch take 12.7 to 13.1 ms, and the prediction is 13.6 ms.
 # graph_us: gaps in traces before the first kernel and between forward and backward, 0.9 and 0.8 ms.
 # fused_bytes_per_s: kernels of Inductor in GPT2-S-MoE take 6.0 ms, a copy of their bytes 4.7 ms.
@@ -215,8 +216,8 @@ class Environment:
     """The device, versions and topology on which a measured time depends."""
 
     device: str  # name of the GPU, or the type of another device, such as "cpu"
-    # Versions of torch, on GPUs also of CUDA and NCCL, and for tuned kernels of Triton. The value
-    # "" matches all versions, and all devices whose names start with ``device``.
+    # Versions of torch; on GPUs also of CUDA and NCCL; for tuned kernels also of Triton. If this is
+    # "", all versions match, and all devices whose names start with ``device``.
     versions: str
     topology: str = ""  # of the ranks, such as "ranks 8"; matters for collectives only
 

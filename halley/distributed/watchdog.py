@@ -1,4 +1,4 @@
-"""End a run, with the responsible rank in the message, when ranks are lost or deadlocked.
+"""End a run if ranks are lost or deadlocked; name the lost ranks, or what each rank waits in.
 
 Every rank increments a heartbeat counter in the store, and stores a report of its current
 operation. Rank 0 watches all ranks and writes its verdict into the store. The other ranks watch

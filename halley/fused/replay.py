@@ -40,7 +40,7 @@ _STEPS = 64  # large row counts are rounded in steps of 1/128 to 1/64 of the cou
 class PlanSize:
     """Sizes of a dispatch plan that the host needs to allocate tensors."""
 
-    num_rows: int  # at least the rows of this rank's experts, each expert padded to whole tiles
+    num_rows: int  # rows of this rank's experts, each padded to whole tiles, rounded up
     num_copies: int  # length of the fetch list, with its unused entries
     needed_tokens: int = 0  # the most tokens of a rank if the buffers are too small, else 0
 

@@ -222,7 +222,7 @@ def plan_wgrad(
 def _exposed_us(
     timed: Sequence[Operation], units: Sequence[Unit], all_to_alls: Sequence[int]
 ) -> list[float]:
-    """Predict how many us of each all-to-all no computation overlaps, if ``units`` took no time."""
+    """Predict how many us of each all-to-all stay exposed if ``units`` took no time."""
     moved = {index for unit in units for index in unit.nodes}
     stays = [
         replace(each, duration_us=0.0) if index in moved else each
