@@ -95,9 +95,10 @@ class Consensus:
         """
         keys = [self._key(f"{what}/{rank}") for rank in range(self.num_ranks)]
         self.store.set(keys[self.rank], str(int(value)))
-        if missing := self._find_missing(keys, self.timeout_s + _VERDICT_MARGIN_S):
+        limit_s = self.timeout_s + _VERDICT_MARGIN_S
+        if missing := self._find_missing(keys, limit_s):
             raise RuntimeError(
-                f"graph {self._number}: ranks {missing} sent no {what} in {self.timeout_s:g} s"
+                f"graph {self._number}: ranks {missing} sent no {what} in {limit_s:g} s"
             )
         return [int(self.store.get(key)) for key in keys]
 
@@ -109,12 +110,12 @@ class Consensus:
             return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
 
     def _read(self, what: str) -> dict[str, object]:
-        key = self._key(what)
+        key, limit_s = self._key(what), self.timeout_s + _VERDICT_MARGIN_S
         try:
-            self.store.wait([key], timedelta(seconds=self.timeout_s + _VERDICT_MARGIN_S))
+            self.store.wait([key], timedelta(seconds=limit_s))
         except RuntimeError:
             raise RuntimeError(
-                f"graph {self._number}: rank 0 gave no {what} in {self.timeout_s:g} s"
+                f"graph {self._number}: rank 0 gave no {what} in {limit_s:g} s"
             ) from None
         return cast(dict[str, object], json.loads(self.store.get(key)))
 

@@ -141,6 +141,15 @@ class Recorder:
             mark = record_function(f"halley::{name}")
         return CURRENT_OPERATION.waiting(name, mark) if stream == "exposed" else mark
 
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Record nothing until the end of the context, also after an error."""
+        enabled, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = enabled
+
     def collect(self) -> list[Span]:
         """Wait for the device; return the new spans sorted by start; the first starts at 0."""
         marks, self._marks = self._marks, []

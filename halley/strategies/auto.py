@@ -207,9 +207,9 @@ class AutoStrategy(AbstractStrategy):
                 torch.autograd.grad(y_TD, leaves, torch.zeros_like(y_TD))
 
         problems: dict[str, str] = {}
-        enabled, self.recorder.enabled = self.recorder.enabled, False
         # These hooks, which do nothing, replace the caller's, such as activation checkpointing's.
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+        with self.recorder.paused(), hooks:
             for name in names:
                 try:
                     run(name)  # the first run allocates buffers and compiles
@@ -222,7 +222,6 @@ class AutoStrategy(AbstractStrategy):
                     start = self._now()
                     run(name)
                     sample[index] = self._now() - start
-        self.recorder.enabled = enabled
         slowest = samples.to(self.device)
         if self.group is not None:
             with Collective("the maximum of measured times", group=self.group):

@@ -132,6 +132,8 @@ def test_recorder_times_nested_spans_by_the_clock(monkeypatch: pytest.MonkeyPatc
 def test_recorder_collects_a_span_that_raised_but_no_open_span() -> None:
     recorder = Recorder("cpu")
     with recorder.span("step"):
+        with pytest.raises(KeyError), recorder.paused(), recorder.span("not recorded"):
+            raise KeyError
         with pytest.raises(KeyError), recorder.span("failed"):
             raise KeyError
         assert [s.name for s in recorder.collect()] == ["failed"]
