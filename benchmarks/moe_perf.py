@@ -24,18 +24,26 @@ from halley.cli.bench import (
     DeviceOption,
     OutputOption,
     SamplesOption,
+    check_output,
     print_rows,
 )
 from halley.cli.checks import check_known, check_samples, split_names
 from halley.cli.main import main as run_command
-from halley.cli.ranks import NprocOption, joined, launch_ranks
+from halley.cli.ranks import NprocOption, count_ranks, joined, launch_ranks
 from halley.core.config import MoEConfig, RouterConfig
 from halley.core.timeline import Recorder
 from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.moe.layer import MoELayer, init_parameters
 from halley.strategies.registry import build_strategy
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
-from halley.tools.timer import Row, machine_keys, time_interleaved, time_keys, write_rows
+from halley.tools.timer import (
+    Row,
+    machine_keys,
+    time_interleaved,
+    time_keys,
+    to_float,
+    write_rows,
+)
 
 
 _NUM_RANKS = 8  # of the published times
@@ -170,7 +178,7 @@ def measure(
         times = time_interleaved(runs, device=device, num_samples=num_samples, group=groups.ep)
         for name in STRATEGIES:
             forward, both = times[f"{name} forward"], times[f"{name} both"]
-            published_us = 1e3 * (layer.forward_ms + layer.backward_ms)
+            published_us = round(1e3 * (layer.forward_ms + layer.backward_ms), 1)
             row: Row = {
                 "model": layer.name,
                 "strategy": name,
@@ -202,7 +210,7 @@ def table(rows: list[Row]) -> Table:
     for name in ("layer", "strategy", "forward ms", "backward ms", "TFLOP/s", "over published"):
         found.add_column(name, justify="left" if name in ("layer", "strategy") else "right")
     for row in rows:
-        times = [f"{float(str(row[key])) / 1e3:.2f}" for key in ("forward_us", "backward_us")]
+        times = [f"{to_float(row[key]) / 1e3:.2f}" for key in ("forward_us", "backward_us")]
         cells = [str(row[key]) for key in ("tflops", "over_published")]
         found.add_row(str(row["model"]), str(row["strategy"]), *times, *cells)
     return found
@@ -230,6 +238,8 @@ def moe_perf(
     check_samples(samples)
     if tokens < 0:
         raise ValueError(f"tokens ({tokens}) must be at least 0")
+    where = {"device": device, "num_ranks": count_ranks(nproc, device=device)}
+    check_output(output, case="moe_perf", has_chart=False, **where)
     launch_ranks(nproc, device=device)
     with joined(device) as (world, _):
         rows = measure(

@@ -2,7 +2,7 @@
 
     python -m benchmarks.predictions            # every row, then the errors by strategy
     python -m benchmarks.predictions --json     # the errors, as one line of JSON
-    python -m benchmarks.predictions --check    # exit status 1 if a test row misses the bar
+    python -m benchmarks.predictions --check    # exit status 1 if rows miss the bar
 
 The simulator predicts each row from the `Hardware` record of its GPU, without measured profiles.
 docs/predictions.md explains the model and its constants.
@@ -174,7 +174,11 @@ def _format(rows: list[Comparison], summary: dict[str, dict[str, dict[str, float
 def main() -> int:
     parser = argparse.ArgumentParser(description="compare predicted with measured times")
     parser.add_argument("--json", action="store_true", help="print the errors as one JSON line")
-    parser.add_argument("--check", action="store_true", help="fail if a test row misses the bar")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="fail if test rows, or those of another GPU, miss the bar",
+    )
     options = parser.parse_args()
     rows = list(compare())
     summary = summarise(rows)

@@ -91,7 +91,8 @@ def nodes_table(path: Path) -> list[str]:
         others = [times[name]["median_us"] for name in ("sequential", "chunked")]
         gains[direction].append(min(others) / found["median_us"])
         bounds[direction].append(found["median_us"] / bound_us)
-        cells = [f"{bound_us / 1e3:.2f}", *(_cell(times[name]) for name in times)]
+        names = ("sequential", "chunked", "deduplicated")
+        cells = [f"{bound_us / 1e3:.2f}", *(_cell(times[name]) for name in names)]
         cells += [f"{each[direction][-1]:.2f}" for each in (gains, bounds)]
         lines.append(f"| {model} | {num_tokens} | {DIRECTIONS[direction]} | {' | '.join(cells)} |")
     means = [math.prod(each) ** (1 / len(each)) for each in (*gains.values(), *bounds.values())]
@@ -159,6 +160,7 @@ def documents() -> dict[Path, str]:
     """Return the text of each document, with its tables made from the results."""
     machines, results = read_rows(), ROOT / "benchmarks/results"
     tables = {
+        # The machine with all strategies has the most rows; the README's figure shows it, too.
         ROOT / "README.md": headline_table(max(machines, key=len)),
         ROOT / "docs" / "results.md": [
             *(line for rows in machines for line in [*layer_table(rows), ""]),

@@ -97,9 +97,8 @@ class Consensus:
         self.store.set(keys[self.rank], str(int(value)))
         limit_s = self.timeout_s + _VERDICT_MARGIN_S
         if missing := self._find_missing(keys, limit_s):
-            raise RuntimeError(
-                f"graph {self._number}: ranks {missing} sent no {what} in {limit_s:g} s"
-            )
+            text = f"graph {self._number}: ranks {missing} sent no {what} in {limit_s:g} s"
+            raise RuntimeError(text)
         return [int(self.store.get(key)) for key in keys]
 
     def _find_missing(self, keys: list[str], timeout_s: float) -> list[int]:
@@ -114,9 +113,8 @@ class Consensus:
         try:
             self.store.wait([key], timedelta(seconds=limit_s))
         except RuntimeError:
-            raise RuntimeError(
-                f"graph {self._number}: rank 0 gave no {what} in {limit_s:g} s"
-            ) from None
+            text = f"graph {self._number}: rank 0 gave no {what} in {limit_s:g} s"
+            raise RuntimeError(text) from None
         return cast(dict[str, object], json.loads(self.store.get(key)))
 
     def _key(self, what: str) -> str:

@@ -131,7 +131,7 @@ def compile_by_inductor(
         "custom_partitioner_fn": partitioner,
     }
     if options.passes != "none":
-        patches["_post_fusion_custom_pass"] = sort_kernels  # change 8 of pipeline.py
+        patches["_post_fusion_custom_pass"] = _sort_kernels  # change 8 of pipeline.py
     if config.cpp_wrapper:
         patches["unbacked_symint_fallback"] = max(1, options.unknown_size // _ROWS_SHARE)
     return compile_fx(  # pyright: ignore[reportReturnType]
@@ -139,11 +139,11 @@ def compile_by_inductor(
     )
 
 
-def sort_kernels(kernels: list[Any]) -> list[Any]:
+def _sort_kernels(kernels: list[Any]) -> list[Any]:
     """Return the kernels of Inductor's scheduler in the order of the last node that each computes.
 
-    Inductor orders a fused kernel by its first node. If an early sum is fused with the loss, then
-    all that the loss needs would run before the kernels beside an all-to-all.
+    Inductor orders a fused kernel by its first node. If it fuses an early sum with the loss, all
+    that the loss needs runs before kernels that the graph has in the window of an all-to-all.
     """
     by_last_node = sorted(kernels, key=lambda kernel: kernel.max_order)
     return kernels[0].scheduler.topological_sort_schedule(by_last_node) if kernels else kernels

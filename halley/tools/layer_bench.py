@@ -157,9 +157,12 @@ def _compare_values(
     expected: list[torch.Tensor],
     first: dict[str, list[torch.Tensor]],
 ) -> list[float]:
-    """Return a candidate's largest relative error, and 1 if its bits differ from ``first``."""
+    """Return this rank's largest relative error, and 1 if its bits differ from ``first``, else 0.
+
+    ``first`` has the values of the first candidate of each ``strategy.gemm``, which are added here.
+    """
     for _ in range(_CHECKED_CALL - 1 if tensors.x_TD.is_cuda else 0):
-        outputs_of(strategy, tensors)  # keeps no results, so that one set of gradients is held
+        outputs_of(strategy, tensors)  # not kept: two sets of gradients may exceed the memory
         outputs_of(strategy, tensors, backward=False)
     found = outputs_of(strategy, tensors)
     (y_TD,) = outputs_of(strategy, tensors, backward=False)

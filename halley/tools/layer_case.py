@@ -234,7 +234,7 @@ RELATIVE_TOLERANCE: dict[torch.dtype, float] = {
     torch.float16: 2e-3,
     torch.bfloat16: 1e-2,
 }
-# The same for tokens that cross the network in E4M3, which rounds by 0.027 of a value on average.
+# The same for strategies that send tokens in E4M3; measured in layers of Mixtral-8x7B: 0.028.
 FLOAT8_TOLERANCE = 5e-2
 
 _SLICE_SIZE = 2**26  # elements that are compared at a time

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 
+from benchmarks import moe_perf
 from benchmarks.model_bench import measure as model_bench
 from benchmarks.model_bench.__main__ import main, model_table
 from benchmarks.model_bench.case import ModelCase, Subject, build_subject, check_memory, cut_model
@@ -178,10 +179,9 @@ def test_tokens_per_second_and_mfu_by_hand(monkeypatch: pytest.MonkeyPatch) -> N
     assert row["tokens_per_s"] == 4 * 512 / 1e-3
     assert row["mfu"] == round(4 * 512 * flops / 1e-3 / 4e12, 4)
     assert (row["median_us"], row["samples"]) == (1000.0, 3)
-    assert model_bench._times(case, timing, groups=groups, device=CPU)["mfu"] is None
     single = dataclasses.replace(case, dtype=torch.float32)
-    for_single = model_bench._times(single, timing, groups=groups, device=torch.device("cuda"))
-    assert for_single["mfu"] is None
+    for each, device in ((case, CPU), (single, torch.device("cuda"))):
+        assert model_bench._times(each, timing, groups=groups, device=device)["mfu"] is None
 
 
 def test_out_of_memory_names_model_and_strategy() -> None:
@@ -235,3 +235,11 @@ def test_command_prints_and_writes_the_lines_of_two_ranks(
     assert "Training step on 2 x cpu" in out
     (path,) = tmp_path.glob("*/model.jsonl")
     assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+
+
+def test_layers_of_megatron_keep_the_experts_of_a_rank(capsys) -> None:
+    words = "--models tiny --tokens 16 --samples 1 --device cpu --nproc 1"
+    assert moe_perf.main([*words.split()]) == 0  # an error if strategies have different values
+    assert capsys.readouterr().out.count('"strategy": "fused"') == 1
+    sizes = [moe_perf.fit(moe_perf.LAYERS[0], num_ranks) for num_ranks in (1, 2, 8)]
+    assert sizes == [(1, 1, 8192), (2, 2, 4096), (8, 2, 4096)]

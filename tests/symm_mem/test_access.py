@@ -3,6 +3,7 @@
 import ctypes
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ GPUS = [
     replace(CPU, device=f"cuda:{i}", shm_id=None, uuid=uuid, reachable=UUIDS[:i] + UUIDS[i + 1 :])
     for i, uuid in enumerate(UUIDS)
 ]
+PROPERTIES = [SimpleNamespace(uuid=uuid) for uuid in UUIDS]
 SHARED = [replace(GPUS[0], may_share=True)] * 2
 
 
@@ -65,13 +67,9 @@ def test_problem_names_the_ranks_and_the_reason(
 
 
 def test_location_of_a_gpu_has_uuid_and_reachable_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Properties:
-        def __init__(self, index: int) -> None:
-            self.uuid = UUIDS[index]
-
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", PROPERTIES.__getitem__)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) != (2, 0))
     for device in ("cuda:2", "cuda"):
         place = access._locate(torch.device(device))
