@@ -18,7 +18,6 @@ GEMMs again if the predicted sizes were too small. Launches of a backward pass:
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
@@ -89,8 +88,8 @@ def run_forward(workspaces: Workspaces, call: LayerCall, *, part: int = 0) -> La
     while True:
         predicted = workspace.plan_sizes.predict(call.up_LGD, part=part)
         if call.save == "none":  # no tensor of this size outlives the call: use the full capacity
-            predicted = replace(predicted, num_rows=len(workspace.rows_RD))
-        elif predicted.num_rows > len(workspace.rows_RD):
+            predicted = predicted._replace(num_rows=workspace.rows_RD.shape[0])
+        elif predicted.num_rows > workspace.rows_RD.shape[0]:
             workspace.grow_rows(predicted.num_rows)
         plan, *results = _launch_all(workspace, call, predicted)
         size = workspace.read_plan(call.up_LGD, part=part)
@@ -98,7 +97,7 @@ def run_forward(workspaces: Workspaces, call: LayerCall, *, part: int = 0) -> La
             break
         del results
         workspace.grow_tokens(size.needed_tokens)  # all ranks read the same number, so all grow
-    if size.num_rows > len(workspace.rows_RD):
+    if size.num_rows > workspace.rows_RD.shape[0]:
         workspace.grow_rows(size.num_rows)
     copies_fit = call.save != "inputs" or size.num_copies <= predicted.num_copies
     # If predicted sizes were too small, the GEMM kernels did nothing; before a first plan none ran.

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -36,8 +36,7 @@ _MAX_RECORDINGS = 512
 _STEPS = 64  # large row counts are rounded in steps of 1/128 to 1/64 of the count
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanSize:
+class PlanSize(NamedTuple):
     """Sizes of a dispatch plan that the host needs to allocate tensors."""
 
     num_rows: int  # rows of this rank's experts, each padded to whole tiles, rounded up
@@ -73,10 +72,9 @@ class PlanSizes:
 
     def note(self, size: PlanSize, up_LGD: torch.Tensor | None, *, part: int) -> PlanSize:
         """Round up the sizes of a new dispatch plan; keep them for predictions and return them."""
-        size = PlanSize(
+        size = size._replace(
             num_rows=round_up_rows(max(size.num_rows, self.block_m), multiple=self.block_m),
             num_copies=round_up_rows(size.num_copies, multiple=TASK_ROWS),
-            needed_tokens=size.needed_tokens,
         )
         if not size.needed_tokens:  # else the buffers are too small, and the call runs again
             self.last = size

@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -88,8 +89,9 @@ def bench_layer(
     limits = {n: FLOAT8_TOLERANCE if ":float8" in n else plain for n in candidates}
     correct = {n: s for n, s in candidates.items() if errors[n][0] <= limits[n]}
     rows: list[Row] = []
+    pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
     for direction in _DIRECTIONS:
-        runs = {name: _runner(name, s, tensors, direction) for name, s in correct.items()}
+        runs = {n: _runner(n, s, tensors, direction, pool) for n, s in correct.items()}
         best = _best_settings(strategies, runs, tensors)
         timings = time_interleaved(
             {name: runs[name] for name in best.values()} | gemms,
@@ -173,11 +175,11 @@ def _compare_values(
 
 
 def _runner(
-    name: str, strategy: AbstractStrategy, tensors: LayerTensors, direction: str
+    name: str, strategy: AbstractStrategy, tensors: LayerTensors, direction: str, pool: Any
 ) -> Callable[[], object]:
     run = partial(outputs_of, strategy, tensors, backward=direction != "forward")
     is_graph = name.endswith(f" {GRAPH}")
-    return captured(run, device=tensors.x_TD.device) if is_graph else run
+    return captured(run, device=tensors.x_TD.device, pool=pool) if is_graph else run
 
 
 def _best_settings(
@@ -200,20 +202,17 @@ def _untimed_keys(run: Callable[[], object], recorder: Recorder, tensors: LayerT
     """Run a candidate again; return its waits, sent bytes, peak MiB and host time; a collective."""
     device, group = tensors.x_TD.device, tensors.groups.ep
     exposed_us = measure_waits(run, recorder, device=device, group=group)
-    peak_mib = 0.0
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        run()
-        torch.cuda.synchronize(device)
-        peak_mib = (torch.cuda.max_memory_allocated(device) - before) / 2**20
-    recorder.sent_bytes = 0
+    is_gpu, before, recorder.sent_bytes = device.type == "cuda", 0, 0
+    if is_gpu:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
     run()  # a replayed CUDA graph adds nothing to sent_bytes
     sent_bytes = float(recorder.sent_bytes)
-    if device.type == "cuda":
+    if is_gpu:
         torch.cuda.synchronize(device)
+    peak_mib = (torch.cuda.max_memory_allocated() - before) / 2**20
     host_us: list[float] = []  # includes the time in which the host waits for the GPU
-    for _ in range(_HOST_SAMPLES if device.type == "cuda" else 1):
+    for _ in range(_HOST_SAMPLES if is_gpu else 1):
         begin = time.perf_counter()
         run()
         host_us.append(1e6 * (time.perf_counter() - begin))
@@ -222,7 +221,7 @@ def _untimed_keys(run: Callable[[], object], recorder: Recorder, tensors: LayerT
     return {
         "wire_bytes": int(sent_bytes) or None,
         "exposed_comm_us": exposed_us,
-        "peak_mib": round(peak_mib, 1) if device.type == "cuda" else None,
+        "peak_mib": round(peak_mib, 1) if is_gpu else None,
         "host_us": round(slowest_us, 1),
     }
 
@@ -329,8 +328,7 @@ def measure_layers(
             bounded.check()
         for strategy in candidates.values():
             strategy.release()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # does nothing without a GPU
         if on_rows is not None:
             on_rows(rows)
     return rows

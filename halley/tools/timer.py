@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -204,12 +205,8 @@ def machine_keys(groups: ParallelGroups, *, device: torch.device, commit: str | 
 
 def time_keys(timing: Timing) -> Row:
     """Return keys and values of a result line for the times of one measured callable."""
-    return {
-        "median_us": round(timing.median_us, 1),
-        "p10_us": round(timing.p10_us, 1),
-        "p90_us": round(timing.p90_us, 1),
-        "samples": len(timing.samples_us),
-    }
+    times = {key: round(getattr(timing, key), 1) for key in ("median_us", "p10_us", "p90_us")}
+    return {**times, "samples": len(timing.samples_us)}
 
 
 def to_float(value: object) -> float:
@@ -249,11 +246,14 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def captured(run: Callable[[], object], *, device: torch.device) -> Callable[[], None]:
+def captured(
+    run: Callable[[], object], *, device: torch.device, pool: Any = None
+) -> Callable[[], None]:
     """Capture a function as a CUDA graph; return a function that replays it on the same tensors.
 
     ``run`` works on the current stream of the device and does not synchronise with the host. It
-    runs a few times before the capture, because it must not allocate or compile during it.
+    runs a few times before the capture, because it must not allocate or compile during it. Graphs
+    of one ``torch.cuda.graph_pool_handle()`` overwrite each other's results.
     """
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -263,6 +263,7 @@ def captured(run: Callable[[], object], *, device: torch.device) -> Callable[[],
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     # "thread_local" allows the watchdog thread of NCCL to query events during the capture.
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    # PyTorch captures all graphs on one stream, which the reuse of memory in a pool requires.
+    with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
         run()
     return graph.replay

@@ -196,6 +196,5 @@ def _time(
     timings = time_interleaved(runs, num_samples=num_samples, num_warmup=1, **where)
     for strategy in strategies.values():
         strategy.workspaces.close()
-    if tensors.x_TD.is_cuda:
-        torch.cuda.empty_cache()  # symmetric memory of several ranks is outside of torch's pool
+    torch.cuda.empty_cache()  # symmetric memory of several ranks is outside of torch's pool
     return {name: timing.median_us for name, timing in timings.items()}

@@ -59,7 +59,7 @@ def _expect_too_few(rank: int, num_ranks: int) -> None:
         for workspace in workspaces.all():
             workspace.plan_sizes.by_layer.clear()
             num_copies = expected_copies if rank == 0 else 64
-            workspace.plan_sizes.last = replace(workspace.plan_sizes.last, num_copies=num_copies)
+            workspace.plan_sizes.last = workspace.plan_sizes.last._replace(num_copies=num_copies)
         case = LayerCase(num_tokens_W=(70, 90), num_experts=4, seed=seed)
         check_values(train(layer.forward, case, rank), case, rank)
     workspaces.close()
