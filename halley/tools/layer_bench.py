@@ -142,10 +142,13 @@ def _check_values(
     Forward without gradients must also give the bits of forward with gradients.
     """
     expected, device = reference_outputs(tensors), tensors.x_TD.device
-    first: dict[str, list[torch.Tensor]] = {}  # values of the first candidate, by ``strategy.gemm``
+    first: dict[str, list[torch.Tensor]] = {}  # of one ``strategy.gemm``: gradients may be large
     results: dict[str, tuple[float, bool]] = {}
-    for index, (name, strategy) in enumerate(candidates.items()):
+    by_gemm = sorted(candidates.items(), key=lambda candidate: candidate[1].gemm)
+    for index, (name, strategy) in enumerate(by_gemm):
         on_progress(index, len(candidates))
+        if strategy.gemm not in first:
+            first.clear()
         summary = _compare_values(strategy, tensors, expected=expected, first=first)
         error, differs = max_over_ranks(summary, device=device, group=tensors.groups.ep)
         results[name] = (error, not differs)
@@ -161,7 +164,7 @@ def _compare_values(
 ) -> list[float]:
     """Return this rank's largest relative error, and 1 if its bits differ from ``first``, else 0.
 
-    ``first`` has the values of the first candidate of each ``strategy.gemm``, which are added here.
+    If ``first`` has no values of this ``strategy.gemm``, the candidate's are added.
     """
     for _ in range(_CHECKED_CALL - 1 if tensors.x_TD.is_cuda else 0):
         outputs_of(strategy, tensors)  # not kept: two sets of gradients may exceed the memory

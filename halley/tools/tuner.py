@@ -187,9 +187,7 @@ def _time(
     num_samples: int,
 ) -> dict[str, float]:
     """Return each candidate's median microseconds of forward plus backward. Collective."""
-    strategies = {
-        name: _strategy(base.changed(settings), tensors) for name, settings in candidates.items()
-    }
+    strategies = {n: _strategy(base.changed(s), tensors) for n, s in candidates.items()}
     runs = {name: partial(outputs_of, each, tensors) for name, each in strategies.items()}
     where = {"device": tensors.x_TD.device, "group": tensors.groups.ep}
     # One warm-up run is enough: ``_is_correct`` has compiled all kernels.
