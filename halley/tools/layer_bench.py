@@ -142,16 +142,14 @@ def _check_values(
     Forward without gradients must also give the bits of forward with gradients.
     """
     expected, device = reference_outputs(tensors), tensors.x_TD.device
-    first: dict[str, list[torch.Tensor]] = {}  # of one ``strategy.gemm``: gradients may be large
     results: dict[str, tuple[float, bool]] = {}
-    by_gemm = sorted(candidates.items(), key=lambda candidate: candidate[1].gemm)
-    for index, (name, strategy) in enumerate(by_gemm):
-        on_progress(index, len(candidates))
-        if strategy.gemm not in first:
-            first.clear()
-        summary = _compare_values(strategy, tensors, expected=expected, first=first)
-        error, differs = max_over_ranks(summary, device=device, group=tensors.groups.ep)
-        results[name] = (error, not differs)
+    for gemm in dict.fromkeys(each.gemm for each in candidates.values()):
+        first: list[torch.Tensor] = []  # freed before the next GEMM, because gradients may be large
+        for name in [name for name, each in candidates.items() if each.gemm == gemm]:
+            on_progress(len(results), len(candidates))
+            summary = _compare_values(candidates[name], tensors, expected=expected, first=first)
+            error, differs = max_over_ranks(summary, device=device, group=tensors.groups.ep)
+            results[name] = (error, not differs)
     return results
 
 
@@ -160,20 +158,20 @@ def _compare_values(
     tensors: LayerTensors,
     *,
     expected: list[torch.Tensor],
-    first: dict[str, list[torch.Tensor]],
+    first: list[torch.Tensor],
 ) -> list[float]:
     """Return this rank's largest relative error, and 1 if its bits differ from ``first``, else 0.
 
-    If ``first`` has no values of this ``strategy.gemm``, the candidate's are added.
+    ``first`` has the values of the first candidate with the same GEMM; if empty, it receives them.
     """
     for _ in range(_CHECKED_CALL - 1 if tensors.x_TD.is_cuda else 0):
         outputs_of(strategy, tensors)  # not kept: two sets of gradients may exceed the memory
         outputs_of(strategy, tensors, backward=False)
     found = outputs_of(strategy, tensors)
     (y_TD,) = outputs_of(strategy, tensors, backward=False)
-    same = first.setdefault(strategy.gemm, found)
+    first[:] = first or found
     error = max(relative_error(f, e) for f, e in zip(found, expected, strict=False))
-    pairs = zip([*found, y_TD], [*same, found[0]], strict=True)
+    pairs = zip([*found, y_TD], [*first, found[0]], strict=True)
     return [error, float(not all(torch.equal(value, other) for value, other in pairs))]
 
 

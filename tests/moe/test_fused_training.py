@@ -65,9 +65,8 @@ def _shard(rank: int, num_ranks: int) -> None:
     fully_shard(sharded, mesh=groups.mesh["edp"])
     for _ in range(2):  # FSDP gathers the weights into other memory for each pass
         sharded.zero_grad()
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # FSDP changes the output, which is a view, in place
+        # FSDP changes the output, which is a view, in place.
+        with warnings.catch_warnings(action="ignore"):
             assert relative_error(_step(sharded, rank), want) <= TOLERANCE
     for name, value in _gradients(sharded).items():
         mean = _gradients(plain)[name].clone()
