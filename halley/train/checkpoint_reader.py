@@ -131,6 +131,8 @@ _RECORDS = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
+    # Python 3.11.2 pickles a member of an enumeration as getattr(class, name); 3.11.7 does not.
+    "builtins": {"getattr"},
     # The pickle has the checkpoint folder's path; its class's module depends on Python's version.
     "pathlib": {"PosixPath", "WindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},

@@ -27,7 +27,7 @@ def _copy_kernel(x_N, y_N, num, MASKED: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _store_at_kernel(x_N, address, N: tl.constexpr):
     at = tl.arange(0, N)
-    tl.store(address.to(x_N.dtype) + at, tl.load(x_N + at))
+    tl.store(address.to(tl.int64).to(x_N.dtype) + at, tl.load(x_N + at))
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import pytest
 import torch
 import xxhash
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,  # noqa: F401 - data/metadata.jsonl uses it
     Metadata,
     MetadataIndex,
@@ -48,8 +49,13 @@ def _replace_metadata(path: Path, content: bytes) -> None:
     change_manifest(path, files=files)
 
 
-def test_the_reader_returns_what_torch_reads(tmp_path: Path):
+@pytest.mark.parametrize("by_getattr", [False, True], ids=["", "as Python 3.11.2"])
+def test_the_reader_returns_what_torch_reads(tmp_path: Path, monkeypatch, by_getattr: bool):
+    if by_getattr:
+        reduce = property(lambda self: lambda protocol: (getattr, (type(self), self.name)))
+        monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", reduce)
     path = _save(tmp_path)
+    assert (b"getattr" in (path / ".metadata").read_bytes()) >= by_getattr
     got = _read(path)
     want: Metadata = pickle.loads((path / ".metadata").read_bytes())  # written by this test
     assert got.state_dict_metadata == want.state_dict_metadata
