@@ -44,8 +44,7 @@ def _replace_metadata(path: Path, content: bytes) -> None:
     """Replace a checkpoint's metadata and its checksum in the manifest, as a forger would."""
     (path / ".metadata").write_bytes(content)
     files = json.loads((path / "manifest.json").read_text())["files"]
-    checksum = xxhash.xxh3_128_hexdigest(content)
-    files[".metadata"] = {"num_bytes": len(content), "xxh3_128": checksum}
+    files[".metadata"] = {"num_bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
     change_manifest(path, files=files)
 
 
@@ -58,9 +57,8 @@ def test_the_reader_returns_what_torch_reads(tmp_path: Path, monkeypatch, by_get
     assert (b"getattr" in (path / ".metadata").read_bytes()) >= by_getattr
     got = _read(path)
     want: Metadata = pickle.loads((path / ".metadata").read_bytes())  # written by this test
-    assert got.state_dict_metadata == want.state_dict_metadata
-    assert got.storage_data == want.storage_data
-    assert got.version == want.version
+    for field in ("state_dict_metadata", "storage_data", "version"):
+        assert getattr(got, field) == getattr(want, field)
 
 
 def test_a_bomb_in_the_metadata_does_nothing_on_resume_and_export(
@@ -85,10 +83,8 @@ def test_a_bomb_in_the_metadata_does_nothing_on_resume_and_export(
 
 
 def test_a_bomb_among_the_tensors_does_nothing(tmp_path: Path):
-    path = _save(tmp_path)
-    marker = tmp_path / "marker"
-    shard = path / "__0_0.distcp"
-    bomb = pickle_bomb(marker)
+    path, marker = _save(tmp_path), tmp_path / "marker"
+    shard, bomb = path / "__0_0.distcp", pickle_bomb(marker)
     shard.write_bytes(bomb + bytes(shard.stat().st_size - len(bomb)))
     state: dict[str, object] = {"parameters": {"weight": torch.zeros(2, 3)}}
     with pytest.raises(RuntimeError, match=r"cannot be read: rank 0: "):
@@ -116,9 +112,8 @@ def test_names_that_torch_does_not_write_are_refused(tmp_path: Path, module: str
 def test_a_pickle_cannot_change_classes_of_torch(tmp_path: Path):
     # The opcode BUILD on a class, for which the default unpickler sets attributes of the class.
     state = pickle.dumps((None, {"__setstate__": None}), protocol=2)[2:-1]
-    (tmp_path / ".metadata").write_bytes(
-        b"\x80\x02c" + f"{_TORCH}\nMetadataIndex\n".encode() + state + b"b."
-    )
+    content = b"\x80\x02c" + f"{_TORCH}\nMetadataIndex\n".encode() + state + b"b."
+    (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match=r"^\.metadata is damaged: "):
         read_metadata(tmp_path, {})
     assert "__setstate__" not in vars(MetadataIndex)
