@@ -76,7 +76,7 @@ def test_values_equal_the_reference_and_repeat(
         for case in CASES
     ]
     if inner == "fused":
-        cases = [case for case in cases[:4] if case.top_k > 1]
+        cases = [cases[1], cases[3]]  # interpreted kernels are slow: top-2, and skewed top-8
     run_ranks(_check, num_ranks, cases, inner, ranks_per_node)
 
 
