@@ -30,9 +30,9 @@ from torch.distributed.tensor.debug import (
 T = TypeVar("T")
 RunRanks = Callable[..., list[Any]]  # type of the fixture ``run_ranks``
 
-# The fork server imports these modules once for all ranks. Otherwise the first assert_close of a
-# rank would import torch modules for a second.
-_PRELOAD = ("torch.distributed.tensor", "torch.testing", "pytest", "tests.rank_pool")
+# The fork server imports these modules once for all ranks. Otherwise each rank would import them
+# for seconds, at its first assert_close or torch.compile.
+_PRELOAD = ("torch._inductor.compile_fx", "torch.testing", "pytest", "tests.rank_pool")
 # Frameworks that ranks import only if the tests have, because each takes seconds.
 _FRAMEWORKS = ("transformers.modeling_utils",)
 _NEWER_FRAMEWORK = ".* is newer than .*, the newest that Halley is tested with"  # a warning
