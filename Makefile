@@ -14,25 +14,33 @@ PIP_INSTALL := $(BIN)/python -m pip install -q -q --disable-pip-version-check -c
 # pyright would ask the package index for a newer pyright at each start.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: demo test test-unit lint docs chaos plug-ins bench compat clean
+.PHONY: demo test all-tests test-unit lint style types docs chaos plug-ins bench compat clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.demo --output runs/demo
 
-test: lint
+# Types are checked while the tests run.
+test: style
+	$(MAKE) --no-print-directory --jobs 2 types all-tests
+
+all-tests: $(VENV)/.installed
 	$(BIN)/pytest -q -n 2 --dist worksteal --durations=10
 
 # Tests without ranks, kernels or training: what to run while you work.
 test-unit: $(VENV)/.installed
 	$(BIN)/pytest -q -n 2 --dist worksteal -m unit tests/core tests/cost tests/planner tests/compiler tests/cli
 
-lint: $(VENV)/.installed
+lint: style types
+	$(BIN)/pytest -q tests/test_layering.py tests/test_language.py
+
+style: $(VENV)/.installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/codespell
-	$(BIN)/pytest -q tests/test_layering.py tests/test_language.py
+
+types: $(VENV)/.installed
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # The documentation site, in build/site. A broken link or a warning is an error.
 docs: $(VENV)/.docs
