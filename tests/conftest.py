@@ -11,6 +11,7 @@ import pytest
 # The ranks inherit this environment when the fork server starts.
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it once, when first imported
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else each rank starts compiler processes
 os.environ["HALLEY_KERNEL_CONFIG"] = os.devnull  # ignore kernels that a user tuned on this machine
 # Let torch look for GPUs with NVML, because forked ranks cannot use an initialized CUDA.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -41,8 +42,8 @@ TIERS = {
 }
 # Modules that compile models with Inductor, run commands, or train: too slow for the unit tier.
 SLOW_MODULES = {
-    "test_bench_layer", "test_doctor", "test_gradient_ready", "test_group_cost",
-    "test_inductor", "test_plan", "test_planned_run", "test_run", "test_step_plan",
+    "test_bench_layer", "test_doctor", "test_gradient_ready", "test_group_cost", "test_inductor",
+    "test_kill", "test_lane_step", "test_plan", "test_planned_run", "test_run", "test_step_plan",
     "test_trace", "test_train_and_export",
 }  # fmt: skip
 
@@ -56,6 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if tier == "unit" and (starts_ranks or item.path.stem in SLOW_MODULES):
             tier = "ranks"
         item.add_marker(tier)
+    items.sort(key=lambda item: item.path.stem not in SLOW_MODULES)  # short ones at the end
 
 
 rank_pools = pytest.fixture(scope="session")(open_pools)

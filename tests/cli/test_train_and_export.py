@@ -24,9 +24,9 @@ def _run(command: str, capfd: pytest.CaptureFixture[str]) -> tuple[int, str, str
     return code, out, err
 
 
-def _train(output: Path, settings: str) -> str:
+def _train(output: Path, settings: str, *, nproc: int = 2) -> str:
     options = " ".join(f"--set {setting}" for setting in settings.split())
-    return f"train --output {output} --nproc 2 {options}"
+    return f"train --output {output} --nproc {nproc} {options}"
 
 
 def test_train_on_two_ranks_then_export(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -58,9 +58,9 @@ def test_train_on_two_ranks_then_export(tmp_path: Path, capfd: pytest.CaptureFix
     assert [tuple(gate.shape) for gate in gates] == [(8, 16)] * 8
     assert len({gate.sum().item() for gate in gates}) == 8
 
-    # The ranks refuse the checkpoint of another model before they build theirs.
+    # A run refuses the checkpoint of another model before it builds its own.
     other = SMALL.replace("model.moe.intermediate_size=8", "model.moe.intermediate_size=16")
-    code, out, err = _run(_train(run, other), capfd)
+    code, out, err = _run(_train(run, other, nproc=1), capfd)
     assert (code, out) == (2, "")
     (line,) = [line for line in err.splitlines() if line.startswith("halley: ")]
     assert line.startswith(

@@ -44,7 +44,7 @@ def _build(
 def _check(
     rank: int, num_ranks: int, cases: list[LayerCase], inner: str, ranks_per_node: int
 ) -> None:
-    pipelines = PIPELINES if inner == "sequential" else PIPELINES[1::2]
+    pipelines = PIPELINES if inner == "sequential" else PIPELINES[3:]  # the one with most parts
     options: Any = {"ranks_per_node": ranks_per_node, "tp_size": cases[0].tp_size}
     strategies = [_build(inner, pipeline=pipeline, **options) for pipeline in pipelines]
     for case, strategy in itertools.product(cases, strategies):
@@ -75,8 +75,8 @@ def test_values_equal_the_reference_and_repeat(
         replace(case, num_tokens_W=case.num_tokens_W[:num_ranks], num_experts=4 * num_ranks)
         for case in CASES
     ]
-    if inner == "fused":
-        cases = [cases[1], cases[3]]  # interpreted kernels are slow: top-2, and skewed top-8
+    if inner == "fused":  # interpreted kernels are slow: top-2 on 2 ranks, skewed top-8 on more
+        cases = [cases[1 if num_ranks == 2 else 3]]
     run_ranks(_check, num_ranks, cases, inner, ranks_per_node)
 
 
