@@ -1,4 +1,4 @@
-"""The weight-gradient schedule on graphs made by hand: each condition of ``wgrad/schedule.py``."""
+"""The weight-gradient schedule on graphs made by hand: each rule of docs/lancet.md."""
 
 import pytest
 

@@ -1,4 +1,4 @@
 """Schedule weight-gradient GEMMs under backward all-to-alls.
 
-Start with ``schedule.py``: it lists the conditions and names the files that apply them.
+docs/lancet.md lists the rules; ``schedule.py`` names the file that applies each.
 """

@@ -1,6 +1,6 @@
 """Find the weight-gradient nodes that may move under all-to-alls, and assign them to all-to-alls.
 
-Numbers in comments are those of the conditions in ``schedule.py``.
+Rule numbers are those of docs/lancet.md.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _MAX_EXCESS = 2.0  # a further unit takes at most this many times the time left 
 class Unit:
     """Graph nodes that move together: at most one weight-gradient GEMM, and light (non-GEMM) nodes.
 
-    Units without a GEMM, such as sums for bias gradients, are fillers.
+    A sum for a bias gradient, for example, is a unit without a GEMM.
     """
 
     nodes: list[int]  # indices of nodes, in the order in which they run
@@ -39,9 +39,9 @@ def find_movable(analysis: GraphAnalysis, all_to_alls: Sequence[int]) -> dict[in
     movable = [
         index
         for index in analysis.find(NodeKind.COMPUTE, NodeKind.VIEW)
-        if not analysis.descendants[index] & ordered  # condition 1 in schedule.py
+        if not analysis.descendants[index] & ordered  # rule 1
         and not analysis.ancestors[index] & reductions
-        and _is_ordered_by_data_alone(analysis, index)  # condition 2 in schedule.py
+        and _is_ordered_by_data_alone(analysis, index)  # rule 2
     ]
     gemms = mask_of(index for index, node in enumerate(analysis.nodes) if is_gemm(node))
     fixed_gemms = gemms & ~mask_of(movable)
@@ -53,7 +53,7 @@ def find_movable(analysis: GraphAnalysis, all_to_alls: Sequence[int]) -> dict[in
         windows = frozenset(
             window
             for window, (start, end) in enumerate(zip(all_to_alls, window_ends, strict=True))
-            if not ancestors >> start & 1 and last_gemm < end  # conditions 3 and 4 in schedule.py
+            if not ancestors >> start & 1 and last_gemm < end  # rules 3 and 4
         )
         if windows:
             found[index] = windows
@@ -69,8 +69,8 @@ def find_units(
 ) -> list[Unit]:
     """Group the nodes of ``find_movable`` into units that move together, and time them by ``cost``.
 
-    The units follow condition 5. With ``only_with_gemm``, return none without one: Inductor fuses
-    sums for gradients of biases and norms into the kernels that compute the operands of the sums.
+    The units follow rule 5 of docs/lancet.md. With ``only_with_gemm``, return none without one:
+    Inductor fuses sums for gradients of biases and norms into kernels that compute their operands.
     """
     units: list[Unit] = []
     unit_of: dict[int, int] = {}
@@ -105,7 +105,7 @@ def find_units(
 def _absorb_operands(
     units: list[Unit], own: int, *, unit_of: dict[int, int], readers: list[list[int]]
 ) -> None:
-    """Merge into GEMM unit ``own`` the units without GEMM that only it reads, if windows allow."""
+    """Merge into GEMM unit ``own`` each light unit that only ``own`` reads, if windows allow."""
     unit = units[own]
     for at in sorted(unit.needs, reverse=True):
         light = units[at]
@@ -131,7 +131,7 @@ class _Windows:
     window_of: dict[int, int] = field(default_factory=dict[int, int])
 
     def candidates(self, window: int, refused: set[int]) -> list[int]:
-        """Return indices of unplaced units to try in a window: only those with a GEMM, if any."""
+        """Return unplaced units to try in a window: those with a GEMM, or, without any, others."""
         found = [
             at
             for at, unit in enumerate(self.units)
@@ -143,7 +143,7 @@ class _Windows:
         return [at for at in found if self.units[at].is_gemm] or found
 
     def allowed(self, at: int) -> list[int]:
-        """Return the windows of unplaced unit ``at`` that are not before placed units it needs."""
+        """Return an unplaced unit's windows, except those before the windows of units it needs."""
         first = max(
             (
                 self.window_of[need]
@@ -183,7 +183,7 @@ def assign(
     """Choose units to run under each all-to-all; return them and each all-to-all's unhidden time.
 
     The problem is a generalised assignment problem, which is NP-hard. This is a greedy best fit
-    (conditions 6 to 10). The units of an all-to-all are indices, in the order in which they run.
+    (rules 7 to 10 of docs/lancet.md). The units of an all-to-all are indices, in running order.
 
     Args:
         times_us: time of each all-to-all that remains to hide.
@@ -191,7 +191,7 @@ def assign(
 
     Source: Lancet (arXiv:2404.19429), section 4.2. Lancet places all remaining GEMMs into their
     last window. The GEMM of a large output embedding is longer than any all-to-all: there it would
-    leave all earlier all-to-alls exposed. Condition 10 avoids this.
+    leave all earlier all-to-alls exposed. Rule 10 avoids this.
     """
     state = _Windows(units, try_move, windows=[[] for _ in times_us])
     left_us: list[float] = []
@@ -199,12 +199,12 @@ def assign(
         refused: set[int] = set()
         while left > 0.0 and (candidates := state.candidates(window, refused)):
             misfit_us = {at: abs(left - units[at].duration_us) for at in candidates}
-            best = min(candidates, key=misfit_us.__getitem__)  # the best fit (condition 7)
-            if state.windows[window] and units[best].duration_us > _MAX_EXCESS * left:  # too long
+            best = min(candidates, key=misfit_us.__getitem__)  # the best fit (rule 7)
+            if state.windows[window] and units[best].duration_us > _MAX_EXCESS * left:  # rule 8
                 break
             placed_us = state.place(best, window)
             left -= placed_us or 0.0
-            if placed_us is None:  # live bytes above the limit (condition 9)
+            if placed_us is None:  # live bytes above the limit (rule 9)
                 refused.add(best)
         left_us.append(max(0.0, left))
     _place_remaining_gemms(state, left_us)
@@ -212,7 +212,7 @@ def assign(
 
 
 def _place_remaining_gemms(state: _Windows, left_us: list[float]) -> None:
-    """Place GEMMs that have no window, if memory allows (condition 10); update ``left_us``."""
+    """Place GEMMs that no window took, by rule 10 of docs/lancet.md; reduce ``left_us`` by them."""
     units = state.units
     remaining = [at for at, unit in enumerate(units) if unit.is_gemm and at not in state.window_of]
     for at in sorted(remaining, key=lambda at: -units[at].duration_us):

@@ -1,6 +1,6 @@
 """Build the node order of a backward graph, given the units of nodes to run under all-to-alls.
 
-Numbers of conditions are those of ``schedule.py``.
+Rule numbers are those of docs/lancet.md.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,8 +45,8 @@ def build_order(
 ) -> list[int]:
     """Return a node order in which weight-gradient units follow the start of their all-to-all.
 
-    Other nodes keep their order, except waits (condition 11) and readers of moved nodes. Waits for
-    reduced gradients, and their readers, run at the end.
+    Other nodes keep their order, except readers of moved nodes, and waits (rule 11 of
+    docs/lancet.md). Waits for reduced gradients, and their readers, run at the end.
 
     ``windows`` has, for the index of an all-to-all, the indices of the units to run under it, in
     order. Nodes in ``early``, ascending, run as soon as their ancestors have run.
@@ -85,11 +85,11 @@ def build_order(
 def place_reductions(
     analysis: GraphAnalysis, operations: Sequence[Operation], order: Sequence[int]
 ) -> list[int]:
-    """Return ``order`` with reductions of gradients moved between or after its all-to-alls.
+    """Return ``order`` with gradient reductions moved between all-to-alls, or after the last one.
 
     All-to-alls have priority on the network, because computation waits for them. The gap after an
     all-to-all takes the longest reduction that fits and whose gradient is ready before the next
-    all-to-all, again and again. Other reductions follow the last all-to-all (condition 12).
+    all-to-all, again and again. Other reductions follow the last all-to-all (rule 12).
 
     Source: the code of Lancet, which finds the gaps by simulating reductions that take no time.
     """

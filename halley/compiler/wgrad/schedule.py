@@ -4,33 +4,12 @@ Autograd emits the weight-gradient GEMM of a layer before its data-gradient GEMM
 latter feeds the next all-to-all. It emits each wait directly after the start. docs/lancet.md has a
 picture. The overlap window of an all-to-all is the time from its start to its wait.
 
- 1. A node may move if no all-to-all, all-gather or fused layer depends on it, and it depends on no
-    reduction of gradients (nodes after a reduction belong to the optimizer).
- 2. A node may move only if data alone orders it: it draws no random numbers and writes to no
-    argument.
- 3. It may run in the window of an all-to-all that it does not depend on, if
- 4. each GEMM that it depends on, and that may not move, is before the next all-to-all in the graph.
-    Otherwise this GEMM would have to run early and would delay the next all-to-all.
- 5. Nodes form units with at most one GEMM each. Light nodes that only this GEMM reads (transposes,
-    casts) belong to it, and so do light nodes that read its result and have the same windows. Other
-    light nodes form units of their own, the fillers.
- 6. Windows are filled in the order of the graph. The time to fill is the part of the all-to-all
-    that nodes that do not move leave exposed.
- 7. A window takes, again and again, the unit whose duration is nearest to the time left. GEMMs come
-    before fillers. A unit comes after the units that it needs.
- 8. A window that has a unit takes none that is longer than twice the time left.
- 9. A window takes no unit that raises the live bytes above the limit (``MemoryBudget``).
-10. GEMMs that no window has taken, the longest first, go to the window in which they hide most, or
-    to their last window if they hide nothing.
-11. Units run directly after the start of their all-to-all. A wait runs directly before the first
-    reader of its result.
-12. Reductions of gradients run in the gaps between all-to-alls.
-13. If the peak of live bytes of this order is above the limit, conditions 6 to 12 run again with a
-    limit that is lower by the excess. After 8 failures the graph keeps its order.
+docs/lancet.md lists the rules of this pass. The code cites them by number, such as "rule 7". This
+file finds the time to fill (rule 6), counts live bytes (9), tries again if their peak is too high
+(13), and compares times (14). Rules 11 and 12 are in ``order.py``, others in ``movable_nodes.py``.
 
-Conditions 1 to 10 are in ``movable_nodes.py``, 11 and 12 in ``order.py``.
-Source: Lancet (arXiv:2404.19429), section 4 and algorithm 1. Conditions 8 and 12, and the last
-window in 10, are in the code of Lancet only. Conditions 9 and 13 are Halley's.
+Source: Lancet (arXiv:2404.19429), section 4 and algorithm 1. Rules 8 and 12, and the last window in
+10, are in the code of Lancet only. Rules 9 and 13 are Halley's.
 """
 
 from collections.abc import Collection, Sequence
@@ -55,7 +34,7 @@ from halley.cost.simulate import (
 )
 
 
-_MAX_TRIES = 8  # most assignments; each after the first has a lower memory limit (condition 13)
+_MAX_TRIES = 8  # most assignments; each after the first has a lower memory limit (rule 13)
 
 
 @final
@@ -244,7 +223,7 @@ def report_order(
     contention: Contention = NO_CONTENTION,
     inside: Collection[fx.Node] = frozenset(),
 ) -> OrderReport:
-    """Predict a graph's time and memory in its own order and in ``order`` (see ``plan_wgrad``)."""
+    """Predict time and memory of a graph twice: in its own order, and in ``order``."""
     timed, live = operations(analysis, cost), LiveBytes(analysis, sizes, inside=inside)
     identity = range(len(analysis.nodes))
     shown = [analysis.nodes[index] for index in analysis.find_collectives("all_to_all")]
