@@ -45,6 +45,7 @@ from halley.core.config import (
     TrainConfig,
 )
 from halley.core.timeline import Recorder, Span, subtract, union, write_chrome_trace
+from halley.cost.hardware import link_kind
 from halley.distributed.launcher import launch
 from halley.distributed.mesh import ParallelGroups, build_groups, is_launched, sync_gradients
 from halley.lanes import compile_step
@@ -53,7 +54,6 @@ from halley.moe.layer import grouped_experts
 from halley.moe.router import SigmoidRouter
 from halley.moe.transformer import MoETransformer
 from halley.strategies.registry import build_strategy
-from halley.symm_mem.access import link_kind
 from halley.tools.report import write_report
 from halley.tools.timer import machine_keys, summarise, time_keys
 from halley.tools.tracing import exposed_comm_us, gather_spans, trace_step

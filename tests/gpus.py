@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from halley.distributed.peers import MAY_SHARE
 from halley.interpreter import INTERPRETED
-from halley.symm_mem.access import MAY_SHARE
 
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,5 +1,6 @@
-"""Rates of known devices, a roofline model that predicts times, and the current environment."""
+"""Rates of known devices, a roofline model of times, and the device and versions of a process."""
 
+import ctypes
 import math
 import time
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from halley.core.validation import check_fields, parse_device
 
 _MATMUL_SIZE = 4096
 _TILE_ROWS, _TILE_COLUMNS = 128, 256  # of an output tile of a grouped GEMM on a GPU
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +43,13 @@ class Hardware:
     num_sms: int = 0  # over which the tiles of a grouped GEMM are spread; 0: it has no tiles
 
 
-# Sources of the H200's numbers. Rates: measured on four GPUs of one host with torch 2.11 and
-# NCCL 2.28, by a grouped GEMM and an NCCL all-to-all of 32 MiB per peer. Peak: data sheet (SXM).
-# Host times but ``eager_us``, which docs/predictions.md explains: fitted to the forward of
-# GPT2-L-MoE, compiled by Inductor in two microbatches (47 ms).
-# Check: six of its layers in one batch take 12.7 to 13.1 ms, and the prediction is 13.6 ms.
-# graph_us: gaps in traces before the first kernel and between forward and backward, 0.9 and 0.8 ms.
-# fused_bytes_per_s: kernels of Inductor in GPT2-S-MoE take 6.0 ms, a copy of their bytes 4.7 ms.
+# Sources of the H200's numbers. Rates: measured on four GPUs of one host with torch 2.11 and NCCL
+# 2.28, by a grouped GEMM and an NCCL all-to-all of 32 MiB per peer. Peak: data sheet (SXM). Host
+# times except ``eager_us`` (see docs/predictions.md) are fitted to the forward of GPT2-L-MoE,
+# compiled by Inductor in two microbatches, which takes 47 ms. As a check, six of its layers in one
+# batch take 12.7 to 13.1 ms; the prediction is 13.6 ms. graph_us: traces have gaps of 0.9 ms before
+# the first kernel, 0.8 ms from forward to backward. fused_bytes_per_s: Inductor's kernels in
+# GPT2-S-MoE take 6.0 ms, a copy of their bytes 4.7 ms.
 H200 = Hardware(
     name="NVIDIA H200",
     gemm_flops_per_s=700e12,
@@ -77,7 +79,7 @@ H100 = replace(
 def _from_data_sheet(
     name: str, *, peak: float, memory: float, link: float, num_sms: int, num_bytes: float
 ) -> Hardware:
-    """Return a GPU that was not measured: an H200 with rates in proportion to the data sheets.
+    """Return the ``Hardware`` of an unmeasured GPU: H200 rates, scaled by ratios of data sheets.
 
     Arguments are in FLOP/s, bytes/s and bytes. The H200's sheet has 989e12, 4.8e12 and 450e9.
     """
@@ -110,8 +112,8 @@ L40S = _from_data_sheet(
 MI300X = _from_data_sheet(
     "AMD Instinct MI300X", peak=1307e12, memory=5.3e12, link=448e9, num_sms=304, num_bytes=192e9
 )
-# Rates of a CPU core per rank, with gloo over loopback; only their order of magnitude matters. The
-# host is the device, so compiled graphs have no host times.
+# Rates of ranks with one CPU core each and gloo over loopback; only orders of magnitude matter. On
+# a CPU, Halley predicts no host time for compiled graphs.
 CPU = Hardware(
     name="cpu",
     gemm_flops_per_s=5e10,
@@ -158,7 +160,7 @@ class Predictor:
         compute_s = 2.0 * area * inner / self.hardware.gemm_flops_per_s
         num_bytes = itemsize * (num_rows * (inner + outer) + num_groups * inner * outer)
         memory_s = num_bytes / self.hardware.memory_bytes_per_s
-        # Loads overlap arithmetic in part only.
+        # The root of the sum of squares: loads overlap arithmetic, but not completely.
         return math.hypot(compute_s, memory_s) * 1e6 + self.hardware.launch_us
 
     def all_to_all_us(self, num_bytes: float) -> float:
@@ -216,8 +218,8 @@ class Environment:
     """The device, versions and topology on which a measured time depends."""
 
     device: str  # name of the GPU, or the type of another device, such as "cpu"
-    # Versions of torch; on GPUs also of CUDA and NCCL; for tuned kernels also of Triton. If this is
-    # "", all versions match, and all devices whose names start with ``device``.
+    # Versions of torch; on GPUs also of CUDA and NCCL; for tuned kernels also of Triton. "" accepts
+    # all versions, and all devices whose names start with ``device``.
     versions: str
     topology: str = ""  # of the ranks, such as "ranks 8"; matters for collectives only
 
@@ -225,7 +227,7 @@ class Environment:
         check_fields(self)
 
     def accepts(self, other: "Environment") -> bool:
-        """Return whether times of operations in another environment are valid in this one."""
+        """Return whether operation times measured in ``other`` are valid in this environment."""
         if self.versions:
             return (self.device, self.versions) == (other.device, other.versions)
         return other.device.startswith(self.device)
@@ -239,6 +241,28 @@ def find_environment(device: torch.device, *, topology: str = "") -> Environment
         numbers = cast(tuple[int, ...], nccl.version())  # pyright: ignore[reportUnknownMemberType]
         versions += f", cuda {torch.version.cuda}, nccl {'.'.join(map(str, numbers))}"
     return Environment(device=name, versions=versions, topology=topology)
+
+
+def link_kind(device: torch.device | str) -> str:
+    """Return the link from a GPU to all other visible GPUs, "NVLink" or "PCIe"; "" without others.
+
+    Only NVLink has native peer atomics. If the links differ, the result is "PCIe"; on a CPU, "".
+    """
+    device = torch.device(device)
+    num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    if num_gpus < 2:
+        return ""
+    driver, has = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    driver.cuInit(0)  # a caller may run before torch initializes CUDA
+    index = torch.cuda.current_device() if device.index is None else device.index  # pyright: ignore[reportUnnecessaryComparison]
+    for peer in range(num_gpus):
+        if peer != index:
+            code = driver.cuDeviceGetP2PAttribute(ctypes.byref(has), _NATIVE_ATOMICS, index, peer)
+            if code:
+                raise RuntimeError(f"cuDeviceGetP2PAttribute failed with CUDA error {code}")
+            if not has.value:
+                return "PCIe"
+    return "NVLink"
 
 
 def default_path() -> Path:

@@ -1,4 +1,4 @@
-"""Collectives whose errors name the failed ranks, and comparison of values across ranks.
+"""Collectives whose errors name failed ranks; comparison and peer access of ranks.
 
 When ranks differ or a rank is missing, a plain collective aborts, hangs or gives wrong numbers,
 depending on the backend. These helpers exchange values through the key-value store of the group
@@ -7,6 +7,7 @@ even after a collective has failed.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -14,7 +15,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast, final
 
 import torch
@@ -25,6 +28,14 @@ from halley.core.timeline import CURRENT_OPERATION
 
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
+
+SHM = Path("/dev/shm")  # a folder of Linux whose files are shared memory
+
+# If this environment variable of PyTorch is 1, ranks may share a GPU, which runs them alternately.
+# Sharing is slow, and only for tests on a machine with one GPU.
+MAY_SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _REPORT_WAIT_S = 3.0  # time to wait for other ranks' reports after a failed collective
 _HOST_STAYS_S = 1.0  # extra wait of rank 0, because its process may host the store
@@ -55,7 +66,7 @@ def host_name() -> str:
 
 
 def time_limit(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of a group's store; ``init_process_group`` sets it on stores it makes."""
+    """Return the time limit of a group's collectives, which is the timeout of its store."""
     store: Any = group.get_group_store()  # the type stubs lack ``timeout``
     return store.timeout
 
@@ -172,8 +183,8 @@ def compare_ranks(
     store, rank = group.get_group_store(), dist.get_rank(group)
     names = dist.get_process_group_ranks(group)
     limit_s = time_limit(group).total_seconds()
-    # Keys need a number, because the store keeps the keys of earlier comparisons. Each rank counts
-    # its own comparisons, and ranks that run the same program have the same count.
+    # The keys contain the number of the comparison, because the store keeps earlier keys. Each rank
+    # counts its own comparisons; ranks that run the same program have equal counts.
     number = store.add(f"halley/compared/{rank}", 1)
     keys = [f"halley/compared/{number}/{each}" for each in range(len(names))]
     verdict_key = f"halley/compared/{number}/verdict"
@@ -197,7 +208,7 @@ def compare_ranks(
 
 
 def _wait_for(store: Any, keys: list[str], *, limit_s: float) -> bool:
-    # A loop polls, because ``Store.wait`` blocks other threads on the same connection.
+    # Poll in a loop, because ``Store.wait`` blocks other threads on the same connection.
     deadline_s, pause_s = time.monotonic() + limit_s, _POLL_S / 10
     while not store.check(keys):
         if time.monotonic() > deadline_s:
@@ -224,7 +235,7 @@ def _difference(what: str, values_W: list[dict[str, str]], *, names: list[int]) 
 
 
 def _name_failure(error: RuntimeError, operation: str, *, group: dist.ProcessGroup) -> RuntimeError:
-    """Return an error that cites ``error`` and names ranks that failed elsewhere or are silent."""
+    """Return an error that cites ``error``, ranks that failed elsewhere, ranks without report."""
     names, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     count = CURRENT_OPERATION.num_operations
     lines = str(error).splitlines() or [type(error).__name__]
@@ -256,7 +267,7 @@ def _name_failure(error: RuntimeError, operation: str, *, group: dist.ProcessGro
 def _collect_reports(
     group: dist.ProcessGroup, own: dict[str, object]
 ) -> dict[int, dict[str, object]]:
-    """Publish this rank's failure, ``own``; return, by rank, the reports that arrive in time."""
+    """Publish ``own``, this rank's failure; return, by rank, the failures published in time."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     reports: dict[int, dict[str, object]] = {}
     stays_s = _HOST_STAYS_S if rank == 0 else 0.0
@@ -264,7 +275,7 @@ def _collect_reports(
     def exchange() -> None:
         # A store raises a RuntimeError when the process that hosts it has ended.
         with contextlib.suppress(RuntimeError):
-            # A new connection: another thread's blocked call may hold the connection of the group.
+            # Clone the store: another thread's blocked call may hold the shared store's connection.
             shared: Any = group.get_group_store()  # the type stubs of a store lack ``clone``
             store = shared.clone()
             store.set(f"halley/failed/{rank}", json.dumps(own))
@@ -277,8 +288,85 @@ def _collect_reports(
                 time.sleep(_POLL_S + 1e-3 * num_ranks)
             time.sleep(stays_s)
 
-    # A thread, so that there is a time limit: calls to a store whose host is stopped never return.
+    # Use a thread, to have a time limit: calls to a store whose host is stopped never return.
     thread = threading.Thread(target=exchange, name="halley-report", daemon=True)
     thread.start()
     thread.join(_REPORT_WAIT_S + stays_s + _ANSWER_WAIT_S)
     return dict(reports)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLocation:
+    """Host and device of a rank's memory, and the other GPUs whose memory its GPU can address."""
+
+    host: str
+    boot_id: str  # of the host's kernel, as two hosts may have one name; "" if unknown
+    device: str  # "cpu" or "cuda:<index>"
+    # Device number (st_dev) of /dev/shm, the same for ranks that share it; None on a GPU.
+    shm_id: int | None = None
+    uuid: str = ""  # uuid of the GPU
+    reachable: tuple[str, ...] = ()  # uuids of the GPUs whose memory this GPU can address
+    may_share: bool = False  # the rank may use the GPU of another rank, see ``MAY_SHARE``
+
+
+def peer_access(group: dist.ProcessGroup | None, device: torch.device | str) -> str:
+    """Return "" if all ranks can address each other's memory, else the reason why not. Collective.
+
+    All ranks of the group get the same answer, which does not change while the processes live.
+    With NCCL, a CUDA device must be the current one.
+    """
+    operation = "the check of peer access"
+    location = _locate(torch.device(device))
+    return find_access_problem(all_gather_objects(location, group=group, operation=operation))
+
+
+def find_access_problem(locations_W: list[MemoryLocation]) -> str:
+    """Return the first reason why these ranks cannot address each other's memory; "" if none."""
+    for rank, location in enumerate(locations_W):
+        if location.device == "cpu" and location.shm_id is None:
+            return f"rank {rank} has no shared memory: {location.host} has no {SHM}"
+    for (rank, here), (peer, there) in itertools.permutations(enumerate(locations_W), 2):
+        both = f"ranks {rank} and {peer}"
+        if (here.host, here.boot_id) != (there.host, there.boot_id):
+            return f"{both} are on different hosts, {here.host} and {there.host}"
+        if here.device.partition(":")[0] != there.device.partition(":")[0]:
+            return f"{both} are on different kinds of device, {here.device} and {there.device}"
+        if here.shm_id != there.shm_id:
+            return f"{both} have different {SHM}: they are in different containers"
+        if here.device == "cpu":
+            continue
+        if here.uuid == there.uuid:
+            if here.may_share and there.may_share:
+                continue
+            return f"{both} share one GPU, {here.device} and {there.device}"
+        if here.device == there.device:  # torch's symmetric memory would confuse them
+            return (
+                f"{both} both call their GPU {here.device}: let every rank see all GPUs "
+                "(CUDA_VISIBLE_DEVICES)"
+            )
+        if there.uuid not in here.reachable:
+            return (
+                f"no peer access from {here.device} of rank {rank} to {there.device} of rank {peer}"
+            )
+    return ""
+
+
+def _locate(device: torch.device) -> MemoryLocation:
+    boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    host: dict[str, Any] = {"host": host_name(), "boot_id": boot_id}
+    if device.type == "cpu":
+        # None: the host has no /dev/shm, which ``find_access_problem`` reports on all ranks.
+        shm_id = SHM.stat().st_dev if SHM.is_dir() else None
+        return MemoryLocation(**host, device="cpu", shm_id=shm_id)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    reachable = tuple(
+        _uuid(peer)
+        for peer in range(torch.cuda.device_count())
+        if peer != index and torch.cuda.can_device_access_peer(index, peer)
+    )
+    gpu = host | {"device": f"cuda:{index}", "uuid": _uuid(index), "reachable": reachable}
+    return MemoryLocation(**gpu, may_share=os.environ.get(MAY_SHARE) == "1")
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)

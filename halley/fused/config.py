@@ -13,9 +13,8 @@ from typing import cast, final
 import torch
 
 from halley.core.validation import build_record, check_fields, read_json_lines, show, show_name
-from halley.cost.hardware import Environment, default_path, find_environment
+from halley.cost.hardware import Environment, default_path, find_environment, link_kind
 from halley.ops.kernels.tiles import GemmTile
-from halley.symm_mem.access import link_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ class KernelConfig:
     sum_rows: int = 8  # tokens of one task of the sum at the source rank
 
     def fetch_block(self, hidden_size: int, *, num_warps: int) -> tuple[int, int]:
-        """Return the numbers of rows and columns of the block that a fetching CTA has in flight."""
+        """Return how many rows and columns of a block a fetching CTA loads at once."""
         elements = self.fetch_elements * num_warps
         columns = min(4096, 1 << (hidden_size - 1).bit_length(), elements)
         return min(64, elements // columns), columns
@@ -75,7 +74,7 @@ class KernelConfig:
         ]
 
 
-# The interpreter takes about the same time for any block size, so few CTAs and tasks are best.
+# In the interpreter a block takes about equal time at any size: use few, large blocks.
 _CPU_TILE = GemmTile(block_n=64, block_k=64, group=2)
 CPU_CONFIG = KernelConfig(
     num_programs=2,
@@ -136,7 +135,7 @@ class TunedShape:
             raise ValueError(f"num_tokens ({self.num_tokens}) must be at least 0")
 
     def distance(self, other: "TunedShape") -> float:
-        """Return abs(log2) of the ratio of the token counts; inf if the shapes differ otherwise."""
+        """Return the absolute log2 of the ratio of token counts; inf if another field differs."""
         mine, others = asdict(self) | {"num_tokens": 0}, asdict(other) | {"num_tokens": 0}
         if mine != others:
             return math.inf
@@ -178,7 +177,7 @@ def tuning_environment(device: torch.device, *, num_ranks: int, tp_size: int = 1
 
 @final
 class ConfigTable:
-    """Tuned kernel configurations that a file has for one environment; empty if it has none.
+    """The configurations in a file of tuned kernels for one GPU model, number of ranks and tp_size.
 
     A line that ``write`` would not write is a ``ValueError``.
     """
@@ -204,19 +203,19 @@ class ConfigTable:
 
     @classmethod
     def load(cls, device: torch.device, *, num_ranks: int, tp_size: int = 1) -> "ConfigTable":
-        """Return the table of ``config_path`` for this machine and these numbers of ranks."""
+        """Read the default file of tuned configurations, for this machine and these ranks."""
         environment = tuning_environment(device, num_ranks=num_ranks, tp_size=tp_size)
         return cls(config_path(), environment)
 
     def find(self, shape: TunedShape, *, base: KernelConfig) -> KernelConfig:
-        """Return ``base`` with settings tuned for this shape at the nearest token count, if any."""
+        """Return ``base`` with the settings tuned for these sizes at the nearest token count."""
         near = min(self.found, key=lambda each: each.shape.distance(shape), default=None)
         if near is None or math.isinf(near.shape.distance(shape)):
             return base
         return base.changed(near.settings)
 
     def write(self, tuned: TunedConfig) -> None:
-        """Append a tuned configuration to the file; ``find`` ignores older ones of its shape."""
+        """Append a configuration to the file; it replaces one of the same sizes and token count."""
         self._add(tuned)
         _write(self.path, [_entry(self.environment, tuned)], mode="a")
 

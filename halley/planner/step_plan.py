@@ -21,7 +21,7 @@ from halley.core.types import DTYPES, Experts, LayerShape
 from halley.cost.hardware import CPU, Hardware, Predictor, predictor_of
 from halley.cost.simulate import makespan_us
 from halley.distributed.mesh import ParallelGroups, World
-from halley.distributed.peers import all_gather_objects
+from halley.distributed.peers import all_gather_objects, peer_access
 from halley.strategies.all_to_all import all_to_all_tasks, choose_num_chunks
 from halley.strategies.registry import (
     PLANNED,
@@ -29,7 +29,6 @@ from halley.strategies.registry import (
     describe_strategies,
     split_strategies,
 )
-from halley.symm_mem.access import peer_access
 
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def find_problems(
 
 
 def trace_step(config: RunConfig, strategies: Sequence[str], **options: Any) -> "list[OrderReport]":
-    """Return the reports of ``plan_graphs`` for a step whose MoE layers have these strategies."""
+    """Predict the graphs of a step whose MoE layers have these strategies."""
     if _HAS_TRITON:
         # This import installs Halley's interpreter, which must precede Dynamo's import of Triton.
         import halley.interpreter  # noqa: F401  # pyright: ignore[reportUnusedImport]
@@ -177,8 +176,8 @@ class StepTimes:
         return two_inner_us + num_further * (two_inner_us - one_inner_us)
 
     def _trace(self, strategies: tuple[str, ...], *, with_passes: bool) -> float:
-        # Only functional and fused layers can be traced, so others are traced as functional ones.
-        # A sequential layer does nearly the same work. For a chunked one, ``_chunked_us`` is added.
+        # Only functional and fused layers can be traced; others are traced as functional. A
+        # sequential layer does nearly the same work. For a chunked one, add ``_chunked_us``.
         in_graphs = tuple(name if name in _IN_GRAPHS else "functional" for name in strategies)
         passes = self._config.passes if with_passes else "none"
         if (in_graphs, passes) not in self._known:
@@ -194,7 +193,7 @@ class StepTimes:
 
 
 def _chunked_us(config: RunConfig, *, num_ranks: int, hardware: Hardware) -> float:
-    """Return the simulated microseconds of a chunked MoE layer minus those of a sequential one."""
+    """Return by how many us a chunked MoE layer is predicted to be slower than a sequential one."""
     model, predictor = config.model, Predictor(hardware)
     tp_size = config.expert_tp_size  # sequential and chunked layers treat each shard as an expert
     shape = LayerShape(
@@ -231,8 +230,8 @@ def plan_run(config: RunConfig, world: World, groups: ParallelGroups) -> StepPla
         problems = find_problems(config, hardware=hardware, fused_problem=fused_problem)
         options = {"num_ranks": world.num_ranks, "hardware": hardware, "problems": problems}
         try:
-            # A separate process: a plan needs a fake process group, while this process is in a real
-            # one, and a plan changes the state of torch's compiler.
+            # Use a separate process: a plan needs a fake process group, but this process is in a
+            # real one. Planning also changes the state of torch's compiler.
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                 plan = pool.submit(plan_strategies, config, **options).result()
         except ValueError as error:

@@ -15,9 +15,14 @@ from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing, Task
 from halley.cost.hardware import Predictor
 from halley.cost.simulate import makespan_us
-from halley.distributed.peers import Collective, all_gather_objects, compare_ranks, rank_and_size
+from halley.distributed.peers import (
+    Collective,
+    all_gather_objects,
+    compare_ranks,
+    peer_access,
+    rank_and_size,
+)
 from halley.strategies.base import AbstractStrategy, check_inputs, wants_gradients
-from halley.symm_mem.access import peer_access
 
 
 _NUM_SAMPLES = 3
@@ -129,7 +134,7 @@ class AutoStrategy(AbstractStrategy):
         return self.candidates[decision.name].forward(x_TD, routing, experts)
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
-        """Return tasks of the strategy chosen for training, else of the fastest inside a host."""
+        """Return the tasks of the choice for training; if none, of the fastest inside a host."""
         if name := self.decision(shape, gradients=True).name:
             return self.candidates[name].tasks(shape, predictor)
         inside = [s for name, s in self.candidates.items() if name not in self._across_hosts]
@@ -183,12 +188,12 @@ class AutoStrategy(AbstractStrategy):
         *,
         gradients: bool,
     ) -> tuple[dict[str, float], dict[str, str]]:
-        """Return times in us of the candidates with enough memory, and errors of the others.
+        """Return the times of candidates in us, and errors of those that ran out of memory.
 
         A collective, with the same result on all ranks.
         """
-        # Separate leaves make backward end at the layer. So it does not free the caller's graph,
-        # and does not add to gradient buffers that are attributes of the caller's weights.
+        # Detached copies of the inputs end backward at this layer. So it neither frees the caller's
+        # graph nor adds to gradient buffers that are attributes of the weights.
         leaves: list[torch.Tensor] = []
 
         def make_leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,7 +212,7 @@ class AutoStrategy(AbstractStrategy):
                 torch.autograd.grad(y_TD, leaves, torch.zeros_like(y_TD))
 
         problems: dict[str, str] = {}
-        # These hooks, which do nothing, replace the caller's, such as activation checkpointing's.
+        # These empty hooks hide the caller's saved-tensor hooks, as of activation checkpointing.
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         with self.recorder.paused(), hooks:
             for name in names:

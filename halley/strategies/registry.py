@@ -19,7 +19,7 @@ from halley.core.types import Save, check_tp_size
 from halley.core.validation import check_type, parse_device, show_name
 from halley.cost.hardware import predictor_of
 from halley.distributed.nodes import Nodes, find_nodes
-from halley.distributed.peers import all_gather_objects, rank_and_size
+from halley.distributed.peers import all_gather_objects, peer_access, rank_and_size
 from halley.ops.wire import WireDtype
 from halley.strategies.all_gather import AllGatherStrategy
 from halley.strategies.all_to_all import AllToAllStrategy
@@ -28,7 +28,6 @@ from halley.strategies.base import FUSED_CAPABILITY, AbstractStrategy
 from halley.strategies.hierarchical import HierarchicalStrategy
 from halley.strategies.part_orders import PIPELINES, SPLIT
 from halley.strategies.traceable import TraceableStrategy
-from halley.symm_mem.access import peer_access
 
 
 if TYPE_CHECKING:
@@ -47,8 +46,8 @@ STRATEGIES = (
     "auto",
 )
 PLANNED = "planned"  # in the configuration of a run: a plan selects the strategy of each layer
-# SMs that the kernels inside a node leave to NCCL. 4 is between 2 and 6: with either, forward and
-# backward of Mixtral-8x7B and Phi-3.5-MoE take 1 to 6 % less than with 0, at 14 GB/s on two H100.
+# SMs that the kernels inside a node leave to NCCL. With 2 and with 6, forward and backward of
+# Mixtral-8x7B and Phi-3.5-MoE took 1 to 6 % less time than with 0 (14 GB/s, two H100).
 _NETWORK_SMS = 4
 _FUSED = ("unfused", "fused")  # run Halley's kernels, one after another or overlapped
 _OLD_NAMES = {"gathered": "all_gather"}
@@ -210,10 +209,10 @@ def build_pipelines(
 def _build_hierarchical(
     name: str, group: dist.ProcessGroup | None, options: dict[str, Any]
 ) -> AbstractStrategy:
-    """Return "auto" over a strategy per pipeline; on a CPU or one node, that of ``SPLIT``."""
+    """Return "auto" over one strategy per pipeline; on a CPU or one node, only ``SPLIT``."""
     device, recorder = options["device"], options["recorder"]
     pipelines = build_pipelines(name, group, **options)
-    # A CPU runs one pipeline, as its times say nothing about a GPU. With one node, no rows cross.
+    # CPU times say nothing about GPUs, and with one node no rows cross: use one pipeline.
     if device.type == "cpu" or pipelines[SPLIT.name].nodes.num_nodes == 1:
         return pipelines[SPLIT.name]
     return AutoStrategy(dict(pipelines), group=group, device=device, recorder=recorder)
@@ -235,8 +234,8 @@ def _build_auto(group: dist.ProcessGroup | None, options: dict[str, Any]) -> Aut
         names.append("all_gather")
     candidates = {name: build_strategy(name, group, **options) for name in names}
     if "fused" in names and options["tp_size"] == 1 < num_ranks:
-        # "hierarchical" would create process groups, for which all ranks of the job must wait.
-        # Without max_load: with fixed sizes, every token would cross to every rank.
+        # Not "hierarchical": it creates process groups, for which all ranks of the job must wait.
+        # ``max_load`` is left out: with fixed sizes, every token would cross to every rank.
         where = {key: options[key] for key in ("recorder", "device", "timeout_s")}
         nodes = Nodes(node=rank, num_nodes=num_ranks)
         pipelines = build_pipelines("deduplicated", group, nodes=nodes, **where)
@@ -266,7 +265,7 @@ def build_strategies(
     built: dict[str, AbstractStrategy] = {}
     for name in dict.fromkeys(names):
         built[name] = build_strategy(name, group, device=device, **options)
-        # Shared workspaces save memory, and keep all layers' passes in one order on all ranks.
+        # Shared workspaces save memory, and order the passes of all layers on all ranks.
         if _parse(name).kind in _FUSED:
             options["workspaces"] = cast(Any, built[name]).workspaces
     return [built[name] for name in names]

@@ -24,9 +24,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import _symmetric_memory as symm_mem
 
-from halley.distributed.peers import Collective, all_gather_objects, rank_and_size
+from halley.distributed.peers import (
+    SHM,
+    Collective,
+    all_gather_objects,
+    peer_access,
+    rank_and_size,
+)
 from halley.interpreter import register, unregister
-from halley.symm_mem.access import SHM, peer_access
 
 
 T = TypeVar("T")
@@ -62,7 +67,7 @@ class AbstractSymmHeap(abc.ABC):
         self.rank, self.num_ranks = rank_and_size(group)
         self.device = device
         self._group = group
-        # For each tensor: the owner of its addresses, and a call to unregister them (on a CPU).
+        # For each tensor: the owner of its addresses, and a finalizer that unregisters them (CPU).
         self._held: dict[SymmTensor, tuple[object, weakref.finalize]] = {}
         self._closed = False
 
@@ -143,7 +148,7 @@ class AbstractSymmHeap(abc.ABC):
         """Return a list, by rank, of the values that the ranks pass. Collective."""
 
     def on_all_ranks(self, num_bytes: int, act: Callable[[], T]) -> T:
-        """Run ``act``, which allocates ``num_bytes``; return this rank's result. Collective.
+        """Run ``act``; return its result, or fail on all ranks if any rank fails. Collective.
 
         If it fails on any rank, all ranks raise ``MemoryError``, as they would wait forever for
         that rank. Different ``num_bytes`` are a ``RuntimeError``.

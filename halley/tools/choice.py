@@ -11,10 +11,10 @@ import torch
 from halley.core.timeline import Recorder
 from halley.core.types import LayerShape, Save, local_experts
 from halley.distributed.mesh import ParallelGroups
+from halley.distributed.peers import peer_access
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy
 from halley.strategies.registry import build_strategy
-from halley.symm_mem.access import peer_access
 from halley.tools.layer_case import LayerCase, make_tensors, outputs_of
 from halley.tools.timer import Progress, max_over_ranks, no_progress
 
@@ -48,8 +48,8 @@ class LayerChoice:
     access_problem: str  # why the ranks cannot address each other's memory; "" if they can
     buffers: dict[str, float] | None  # as ``measure_buffers``; None if fused did not run
     no_buffers: str  # why the fused kernels did not run; "" if they did
-    # Predicted memory of forward and backward with fused by value of ``save``, without buffers, for
-    # the most rows and token copies of any rank. Empty if fused did not run.
+    # Predicted memory of a fused layer's forward and backward, by value of ``save``. Without
+    # buffers; for the most rows and token copies of any rank. Empty if fused did not run.
     memory: dict[str, LayerMemory]
 
 
@@ -60,9 +60,9 @@ def choose_strategy(
     device: torch.device,
     on_progress: Progress = no_progress,
 ) -> LayerChoice:
-    """Run "auto" on a layer, forward only; return its choice and the memory of fused; a collective.
+    """Run "auto" on a layer, forward only; return its choice, and the buffer sizes of ``fused``.
 
-    On a CPU, ``fused`` is no candidate: the interpreter would run its kernels for minutes. A
+    A collective. On a CPU, ``fused`` is no candidate: its kernels would take minutes. A
     ``ValueError`` means that the experts do not divide over the ranks, a ``RuntimeError`` that a
     candidate failed, a ``MemoryError`` that a rank has too little memory for the buffers.
     """
@@ -191,8 +191,8 @@ def layer_memory(
     results = tokens + 4 * shape.num_tokens * shape.top_k  # gradients of tokens, routing weights
     weights = 4 * num_rows  # routing weights by row
     weight_grads = 4 * num_rows * num_parts
-    # Sizes here stand for others: ``pre`` for the gradient of pre, ``activations`` for activations
-    # times routing weights, ``rows`` for the output gradients, one row per expert of a token.
+    # The gradient of ``pre`` has the size ``pre``, activations times routing weights have the size
+    # ``activations``, output gradients with a row per expert of a token have ``rows``.
     dispatched = until_end + recomputed_pre + pre + activations + rows + weight_grads
     peak = max(
         forward,
@@ -206,7 +206,7 @@ def layer_memory(
 
 
 def _announce_runs(candidates: dict[str, AbstractStrategy], report: Progress, total: int) -> None:
-    """Wrap each candidate's ``forward``, in place, to report its name and the runs done before."""
+    """Wrap each candidate's ``forward``, in place, to report its name and run number first."""
     num_runs = count()
 
     def run(name: str, forward: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:

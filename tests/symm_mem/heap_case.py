@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from halley.symm_mem.access import SHM
+from halley.distributed.peers import SHM
 from halley.symm_mem.heap import ALIGNMENT, AbstractSymmHeap, SymmTensor
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from halley.symm_mem import access
-from halley.symm_mem.access import MemoryLocation, find_problem, link_kind, peer_access
+from halley.cost.hardware import link_kind
+from halley.distributed import peers
+from halley.distributed.peers import MemoryLocation, find_access_problem, peer_access
 from halley.symm_mem.heap import SharedHeap
 from halley.tools import diagnosis as doctor
 
@@ -27,7 +28,7 @@ SHARED = [replace(GPUS[0], may_share=True)] * 2
 
 @pytest.mark.parametrize("locations", [[CPU] * 3, GPUS[:1], [GPUS[2], GPUS[0]], SHARED])
 def test_ranks_with_access_have_no_problem(locations: list[MemoryLocation]) -> None:
-    assert find_problem(locations) == ""
+    assert find_access_problem(locations) == ""
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_ranks_with_access_have_no_problem(locations: list[MemoryLocation]) -> N
 def test_problem_names_the_ranks_and_the_reason(
     locations: list[MemoryLocation], problem: str
 ) -> None:
-    assert find_problem(locations) == problem
+    assert find_access_problem(locations) == problem
 
 
 def test_location_of_a_gpu_has_uuid_and_reachable_peers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +73,7 @@ def test_location_of_a_gpu_has_uuid_and_reachable_peers(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "get_device_properties", PROPERTIES.__getitem__)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) != (2, 0))
     for device in ("cuda:2", "cuda"):
-        place = access._locate(torch.device(device))
+        place = peers._locate(torch.device(device))
         assert (place.device, place.uuid, place.reachable) == ("cuda:2", "c", ("b", "d"))
     assert peer_access(None, torch.device("cuda", 2)) == ""
 
@@ -117,7 +118,7 @@ def _check_access(rank: int, num_ranks: int, missing: str) -> tuple[str, str, st
         emulated = peer_access(dist.group.WORLD, torch.device("cpu"))
         patch.delenv("NCCL_HOSTID")
         if rank == 1:
-            patch.setattr(access, "SHM", Path(missing))
+            patch.setattr(peers, "SHM", Path(missing))
         without = peer_access(dist.group.WORLD, torch.device("cpu"))
         with pytest.raises(RuntimeError, match="no symmetric memory: rank 1 has no shared"):
             SharedHeap(dist.group.WORLD)

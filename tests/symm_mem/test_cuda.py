@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from halley.symm_mem.access import MAY_SHARE, peer_access
+from halley.distributed.peers import MAY_SHARE, peer_access
 from halley.symm_mem.heap import CudaHeap, _multicast_off, open_heap
 from tests.gpus import NUM_GPUS, device_of, needs_gpu
 from tests.symm_mem.heap_case import (

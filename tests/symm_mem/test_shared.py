@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from halley.distributed import peers
+from halley.distributed.peers import SHM
 from halley.interpreter import registered_memory
 from halley.symm_mem import heap as shared
-from halley.symm_mem.access import SHM
 from halley.symm_mem.heap import SharedHeap, open_heap
 from tests.symm_mem.heap_case import check_all_to_all, check_heap, read, segments, subgroups
 
