@@ -14,6 +14,7 @@ import triton.language as tl
 from triton import knobs
 from triton._C.libtriton import ir
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
@@ -24,6 +25,8 @@ from halley.interpreter.scheduler import current_scheduler
 
 # Values of these types contain no tl.constexpr to unwrap.
 _PLAIN = frozenset({int, float, bool, str, type(None), tl.tensor, tl.dtype, tl.block_type})
+# Dtypes that a tensor keeps in an operation with a tensor of the same dtype or with an integer.
+_COMMON = ("int32", "int64", "fp32")
 
 _SWITCH_NS = 100_000  # virtual time of one switch between threads
 
@@ -50,6 +53,7 @@ def install() -> None:
         InterpreterBuilder.create_inline_asm = _create_inline_asm  # pyright: ignore[reportAttributeAccessIssue]
         coresident.install()
         cache_types()
+        skip_conversions()
         wrong = _find_wrong_values()
     except Exception as error:
         raise RuntimeError(f"{name} cannot be repaired: {error!r}") from error
@@ -81,7 +85,7 @@ def _find_wrong_values() -> list[str]:
     _probe_kernel[(2,)](*tensors, 3, M=2)  # pyright: ignore[reportArgumentType]
     found = {
         "bfloat16 dot": dot_MM.tolist() == [[-5.0, 4.5], [-3.0, -5.75]],
-        # Sums: a tie rounded up, a value above the middle, a tie rounded towards 0, an exact value.
+        # Four sums: a tie that rounds up, one above a tie, a tie that rounds down, an exact value.
         "rounding to bfloat16": sum_MM.tolist() == [[1.015625, 3.015625], [-1.984375, 0.51171875]],
         "bfloat16 comparison": less_N.tolist() == [0, 0, 1],
         "atomic addition": count.tolist() == [3],
@@ -171,3 +175,18 @@ def cache_types() -> None:
 
     language._unwrap_if_constexpr, runtime._get_np_dtype = unwrap, np_dtype
     language.block_type.__init__, language.tensor.__init__ = init_block, init_tensor
+
+
+def skip_conversions() -> None:
+    """Make binary operations return operands of common types without Triton's conversions."""
+    convert_of_triton = TritonSemantic.binary_op_type_checking_impl
+
+    def convert(self: Any, lhs: Any, rhs: Any, *args: Any, **options: Any) -> Any:
+        if type(lhs) is tl.tensor and lhs.dtype.name in _COMMON:
+            if type(rhs) is tl.tensor and rhs.dtype.name == lhs.dtype.name:
+                return (lhs, rhs) if rhs.type == lhs.type else self.broadcast_impl_value(lhs, rhs)
+            if type(rhs) is int and abs(rhs) < 2**31:
+                return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, lhs.dtype))
+        return convert_of_triton(self, lhs, rhs, *args, **options)
+
+    TritonSemantic.binary_op_type_checking_impl = convert
