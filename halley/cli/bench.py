@@ -232,7 +232,7 @@ def _check_graphs(max_load: float, strategies: list[str], *, device: str) -> Non
 def check_output(
     output: Path | None, *, case: str, device: str, num_ranks: int, has_chart: bool
 ) -> None:
-    """Raise ``ValueError`` if result lines, or a chart if ``has_chart``, cannot be saved."""
+    """Raise ``ValueError`` unless result lines, and with ``has_chart`` a chart, can be saved."""
     if output is None:
         return
     if has_chart:
@@ -268,7 +268,7 @@ def saved_rows(world: World, output: Path | None) -> Iterator[Callable[[list[Row
 
 
 def print_rows(table: Table, rows: list[Row], *, width: int = 140) -> None:
-    """Print a table, then rows as JSON lines; ``width`` limits the table if not on a terminal."""
+    """Print a table, then rows as JSON lines; ``width`` limits the table outside of a terminal."""
     Console(width=None if Console().is_terminal else width).print(table)
     _print_json(rows)
 
@@ -287,13 +287,13 @@ def layer_table(rows: list[Row]) -> Table:
         "floor: lower bound (GEMMs or wire alone); hidden: (unfused - fused) / wire; "
         "error: of the worst tensor; = same bits",
     )
-    for name in ("model", "tokens", "routing", "pass", "strategy"):
+    for name in ("model", "tokens", "routing", "direction", "strategy"):
         table.add_column(name, no_wrap=True)
     for name in ("median", "p90", "floor", "/ floor", "exposed", "hidden", "MiB", "error"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         median, bound = row["median_us"], row["floor_us"]
-        # For example "zipf:1.2 +1 /2": the load, 1 spare expert per rank, 2 ranks per expert.
+        # Column "routing", as "zipf:1.2 +1 /2": load, 1 spare expert per rank, 2 ranks per expert.
         placed = "" if row.get("spare") is None else f" +{row['spare']}"
         shared = "" if row["tp_size"] == 1 else f" /{row['tp_size']}"
         table.add_row(
@@ -333,7 +333,7 @@ def report(
         Path, Option(help="HTML file to write; an earlier report is replaced.")
     ] = Path("report.html"),
 ) -> int:
-    """Write one HTML page with charts of results and timelines of steps.
+    """Write an HTML page with charts of benchmark results and timelines of traced steps.
 
     The page needs no network: send it, or open it in a browser. Prints one JSON line.
     """
