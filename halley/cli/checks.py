@@ -40,7 +40,7 @@ def read_dtype(name: str, *, on_gpu: bool) -> torch.dtype:
 
 
 def check_range(value: int, least: int, most: float = math.inf, *, option: str) -> None:
-    """Raise ``ValueError`` unless ``least`` <= ``value`` <= ``most``; ``option`` is its name."""
+    """Raise ``ValueError`` unless ``least`` <= ``value`` <= ``most``; errors name ``option``."""
     if value < least:
         raise ValueError(f"{option} ({value}) must be at least {least}")
     if value > most:

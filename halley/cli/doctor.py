@@ -30,7 +30,7 @@ from halley.tools.layer_case import LayerCase
 
 _MAX_TIME_LIMIT_S = 10**7  # 116 days, far less than a timer of the threading module allows
 
-# Keys of ``measure_buffers``, each with the text that ``choice_table`` shows for it.
+# Keys of the result of ``measure_buffers``, with the text that ``choice_table`` shows for each.
 _BUFFERS = {
     "routing_mib": "flags and routing, symmetric",
     "send_mib": "send buffers, symmetric",
@@ -92,7 +92,7 @@ def doctor(
 
 
 def _try_layer(case: LayerCase, *, device: str, limit_s: float) -> int:
-    """Run "auto" on an MoE layer, on all ranks; rank 0 prints machine and choice. Return 0."""
+    """Run strategy "auto" on an MoE layer on all ranks; rank 0 prints two tables. Return 0."""
     texts = ["waiting for the other ranks"]
     layer = f"(model {case.model.name}, {case.num_tokens} tokens a rank)"
     advice = "lower --tokens, choose a smaller --model or raise --time-limit"
@@ -138,7 +138,7 @@ def _time_limit(limit_s: float, *, explain: Callable[[], str]) -> Iterator[None]
 
 
 def choice_table(choice: LayerChoice) -> Table:
-    """Return a table of a choice of "auto": reason, times, peer access, and memory of "fused"."""
+    """Return a table of what "auto" chose and why: times, peer access and memory of "fused"."""
     times = [(escape(name), f"{time_us:,.0f} us") for name, time_us in choice.times_us.items()]
     reason = ("why", escape(choice.reason))
     problem = f"[red]no: {escape(choice.access_problem)}[/red]"
@@ -162,7 +162,7 @@ def choice_table(choice: LayerChoice) -> Table:
 
 
 def machine_table(machine: Machine) -> Table:
-    """Return a table of all fields of a machine; each problem of a strategy is red."""
+    """Return a table of a machine's versions, devices, links and strategies; problems are red."""
     return _table(
         "Halley on this machine",
         {

@@ -71,7 +71,7 @@ def check_script(path: Path) -> None:
         problem = getattr(error, "strerror", None) or error
         raise ValueError(f"script ({path}) must be a readable file: {problem}") from error
     try:
-        # Python repeats the warnings when the script runs.
+        # Hide warnings of this check: Python gives them again when the script runs.
         with warnings.catch_warnings(action="ignore"):
             compile(source, str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -139,7 +139,7 @@ def _options(
         bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Accept the options of ``halley`` itself."""
+    """Accept the options before a subcommand, such as ``--version``."""
 
 
 app.command("train")(train.run)
@@ -164,7 +164,7 @@ app.command("run", context_settings={"allow_interspersed_args": False})(run)
 def main(
     argv: list[str] | None = None, *, commands: typer.Typer = app, module: str = "halley.cli"
 ) -> int:
-    """Run one command; return its exit code: 0, 1 for a failure, 2 for a user's mistake, or others.
+    """Run a command; return its exit code: 0, 1 (failure), 2 (user's mistake) or one listed below.
 
     The others are 130 for an interrupt, which only the process that started the ranks reports, 141
     for a closed output, and those of a script, of ranks or of ``halley train``.
@@ -234,7 +234,7 @@ def _check_arguments(arguments: list[str]) -> None:
 
 
 def _report(error: Exception, *, details: str) -> int:
-    """Report an error of a command as one line, after ``details``; return exit code 1 or 2."""
+    """Print ``details``, then the error of a command as one line; return exit code 1 or 2."""
     usage = _usage_text(error)
     is_mistake = usage is not None or isinstance(error, ValueError)
     text = str(error) or type(error).__name__ if usage is None else usage

@@ -175,7 +175,7 @@ def _check(config: RunConfig, *, ranks: int, measure: int, device: str, link: fl
 
 
 def _check_profiles(path: Path | None, *, fill: bool, device: str) -> Path | str:
-    """Check --profiles and --fill; return the file of times, or "" for the package's tables."""
+    """Check --profiles and --fill; return the profiles file, or "" for that of the package."""
     if not fill:
         if path is not None:
             check_readable(path, option="profiles")

@@ -109,7 +109,7 @@ def _read_changes(texts: list[str]) -> dict[str, float]:
 
 
 def _read_rate(value: float | str, name: str) -> float:
-    """Return GB/s as bytes/s."""
+    """Convert a rate from GB/s to bytes/s; ``ValueError`` below 0.001 GB/s or if not finite."""
     try:
         rate = float(value)
     except ValueError:

@@ -77,7 +77,7 @@ def joined(device: str) -> Iterator[tuple[World, Watchdog | None]]:
 
 @contextmanager
 def step_progress(world: World | None = None) -> Iterator[Progress]:
-    """Yield a function of a text, the steps done and the total (0: unknown) that shows progress.
+    """Yield a function ``(text, done, total)`` that shows progress; total 0 means unknown.
 
     Only the first rank of a world shows progress. Only calls of the function redraw the bar: a
     thread that redraws it would hold the global interpreter lock while a sample is timed.
@@ -100,7 +100,7 @@ def step_progress(world: World | None = None) -> Iterator[Progress]:
 
 
 def line_progress(now_s: Callable[[], float] = time.monotonic) -> Progress:
-    """Return a function that prints new texts at once, repeated ones after 10 s without prints."""
+    """Return a function that prints a new text at once, a known one 10 s after the last print."""
     texts: set[str] = set()
     next_s = 0.0
 

@@ -126,7 +126,7 @@ def read_config(path: Path | None, overrides: list[str] | None, **options: str |
 
 
 def check_config(config: RunConfig, *, nproc: int) -> None:
-    """Raise ``ValueError`` before ranks start if a run's configuration is wrong or has no text."""
+    """Raise ``ValueError``, before ranks start, if a run's settings or its text are invalid."""
     check_strategies(config)
     check_passes(config)
     ep_size = check_groups(config, num_ranks=count_ranks(nproc, device=config.device))

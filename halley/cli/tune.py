@@ -107,7 +107,7 @@ def tune(
     cases = layer_cases(models, tokens, dtype=dtype, device=device)
     memory_bytes = rank_memory_bytes(num_ranks, device=device)
     check_memory(cases, ep_size=num_ranks, memory_bytes=memory_bytes, tp_size=tp_size)
-    # Ranks read the file again below and print these warnings.
+    # Find errors of the file before ranks start. Ranks read it again and then show its warnings.
     with warnings.catch_warnings(action="ignore"):
         ConfigTable(file, environment)
     check_replaceable(file, option="path", what="tuned kernel configurations")

@@ -60,7 +60,7 @@ def run(gm: fx.GraphModule, *, options: dict[str, object] | None = None) -> Orde
 
 @final
 class Backend:
-    """Compiles graphs of Dynamo; changes the forward and any backward graph by ``pipeline.py``.
+    """Compiles graphs of Dynamo; runs ``pipeline.py`` on their forward and backward graphs.
 
     ``reports`` has a report of each forward or backward graph whose order was planned, oldest
     first. With ``plans_only``, the inner compiler does not run, and all graphs have reports.
@@ -75,7 +75,7 @@ class Backend:
         self.begin()
 
     def begin(self) -> None:
-        """Tell the check for graph breaks that graphs from now on belong to a new model."""
+        """Forget earlier graphs in the graph-break check: later ones belong to a new model."""
         self._num_pending_before = _num_pending_frames()
         self._frames.clear()
 

@@ -134,7 +134,7 @@ def open_consensus(group_name: str, *, timeout_s: float) -> Consensus:
 
 
 def compare_graphs(*graphs: fx.Graph, timeout_s: float) -> tuple[list[Consensus], tuple[int, ...]]:
-    """Compare graphs across ranks; return each group's ``Consensus``, and the differing ranks.
+    """Compare graphs; return each group's ``Consensus``, and the ranks with other computation.
 
     The largest group comes first. The computation of a differing rank, as numbered in its group, is
     not that of rank 0 of the group, so no plan fits all ranks. Raises a ``RuntimeError`` on all
@@ -143,7 +143,7 @@ def compare_graphs(*graphs: fx.Graph, timeout_s: float) -> tuple[list[Consensus]
     groups = [open_consensus(name, timeout_s=timeout_s) for name in graph_groups(*graphs)]
     groups.sort(key=lambda consensus: -consensus.num_ranks)
     own = signature(*graphs)
-    # Even if structures differ in one group, compare in the next: its ranks wait for this rank.
+    # Go on with the next group even if structures differ in this one: its ranks wait for this rank.
     differing = [consensus.compare(own) for consensus in groups]
     return groups, tuple(sorted({rank for ranks in differing for rank in ranks}))
 

@@ -44,7 +44,7 @@ _MIN_SPLIT_ROWS = 1024  # Inductor splits a sum over at least this many rows int
 class Boundary:
     """Inputs that a node of an Inductor kernel loads, and whether the node's result is stored."""
 
-    # An input that several nodes of the kernel share is listed at the first of them only.
+    # If several nodes of the kernel load the same input, only the first of them lists it.
     reads: frozenset[fx.Node]
     writes: bool  # whether a node outside of the kernel reads the result
 
@@ -66,7 +66,7 @@ def is_fused(node: fx.Node) -> bool:
 
 
 def is_concat(node: fx.Node) -> bool:
-    """Return whether a node is ``aten.cat``, into whose output Inductor's kernels write."""
+    """Return whether a node is ``aten.cat``; Inductor's kernels write directly into its output."""
     return operator_name(node) == "aten::cat"
 
 
@@ -82,7 +82,7 @@ def is_split_sum(node: fx.Node, sizes: Sizes) -> bool:
     if not isinstance(source, torch.Tensor) or not isinstance(own, torch.Tensor):
         return False
     dims = node.args[1]
-    # Only sums over rows are predicted as split. They keep the last dimension.
+    # Sums that keep the last dimension are sums over rows. Only these are predicted as split.
     if not isinstance(dims, list | tuple) or {-1, source.dim() - 1} & set(dims):
         return False
     num_summed = sizes.num_bytes(source) // source.itemsize
@@ -91,7 +91,7 @@ def is_split_sum(node: fx.Node, sizes: Sizes) -> bool:
 
 
 def find_boundaries(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Boundary]:
-    """Return, by fused node, its ``Boundary``: the inputs it loads, and if its result is stored.
+    """Return each fused node's ``Boundary``: the inputs it loads, and whether it is stored.
 
     A result stays inside of a kernel if its reader is fused too, and no other path from the result
     to the reader passes a node that is not fused.
@@ -101,7 +101,7 @@ def find_boundaries(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Boundary]:
     """
     nodes = list(graph.nodes)
     fused = {node: at for at, node in enumerate(nodes) if is_fused(node)}
-    # Bit masks over ``nodes``: a set of ancestors for each node would take far more memory.
+    # Ancestors are bit masks over ``nodes``, because sets would take far more memory.
     ancestors = dict.fromkeys(nodes, 0)  # masks of the fused ancestors
     separated = dict.fromkeys(nodes, 0)  # fused ancestors with a path through an unfused node
     readers: dict[fx.Node, list[fx.Node]] = {}
@@ -124,7 +124,7 @@ def find_boundaries(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Boundary]:
             if root in fused:
                 written.add(root)
             if node in fused:
-                # A kernel loads a tensor once for all views of the whole, and again for each slice.
+                # A kernel loads a tensor once for all full views, and once more for each slice.
                 is_all = sizes.num_bytes(result_of(source)) >= sizes.num_bytes(result_of(root))
                 earlier = readers.setdefault(root if is_all else source, [])
                 if all(separated[node] >> fused[other] & 1 for other in earlier):
@@ -150,7 +150,7 @@ def fused_us(
     kernel add the time of their loads only. A node that ``boundaries`` lacks is a kernel alone.
     """
     if is_concat(node):
-        # Inductor's kernels write fused inputs into the concat's output; other inputs are copied.
+        # Kernels that compute fused inputs write them to the concat's output; others are copied.
         inputs = (each for each in node.all_input_nodes if not is_fused(_root(each)))
         copied = sum(sizes.num_bytes(result_of(each)) for each in inputs)
         return predictor.memory_us(2 * copied) if copied else 0.0
@@ -163,7 +163,7 @@ def fused_us(
             # For an expanded tensor, the kernel loads the bytes of the tensor before ``expand``.
             num_bytes = sizes.num_bytes(result_of(source))
             num_bytes = min(num_bytes, sizes.num_bytes(result_of(_root(source))))
-            # A gather loads only the elements that it returns.
+            # A gather loads only the elements of its result, not the whole table.
             moved += min(num_bytes, own) if operator_name(node) in _GATHERS else num_bytes
     if boundary is None or boundary.writes:
         kernel_us = 1e6 * (moved + own) / predictor.hardware.fused_bytes_per_s

@@ -14,8 +14,8 @@ from torch import fx
 from halley.ops.gradient_hook import find_gradient_hook, run_gradient_hook
 
 
-# Key in the meta of an output node, for positions of the results whose strides Inductor keeps.
-# Inductor of torch 2.11 fails if a listed result is None, so such positions are removed.
+# Key in ``meta`` of an output node: positions of results whose strides Inductor must keep. Inductor
+# of torch 2.11 fails if a result at such a position is None, so these are removed.
 _VISIBLE = "user_visible_output_idxs"
 
 
@@ -45,7 +45,7 @@ class GradientHooks:
         """
         inputs = forward.find_nodes(op="placeholder")
         gradients = _results(backward)
-        # With effect tokens or tensor subclasses, the numbers of gradients and inputs may differ.
+        # Insert no hooks if the numbers differ, as with effect tokens or tensor subclasses.
         if len(gradients) != len(inputs):
             return
         with_gradient = [at for at in self._positions if gradients[at] is not None]

@@ -45,12 +45,12 @@ _EMPTY = frozenset(
 
 
 def result_of(node: fx.Node) -> object:
-    """Return a node's example result from tracing: fake tensors or a number; None without one."""
+    """Return the fake tensors or number that tracing stored as a node's result; None if none."""
     return node.meta.get("val")
 
 
 def without_values() -> FakeTensorMode:
-    """Return a new ``FakeTensorMode``: its tensors have no values; sizes may depend on data."""
+    """Return a ``FakeTensorMode`` for tensors without values, whose sizes may depend on data."""
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
@@ -70,7 +70,7 @@ class Sizes:
         return self._unknown if known is None else known
 
     def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Return a tensor's shape: of data-dependent sizes, the first is ``unknown``, others are 1.
+        """Return a shape; its first size that depends on data is ``unknown``, any others are 1.
 
         The first is a number of rows. A second, in results of fused layers, counts tiles of a row.
         """
@@ -120,7 +120,7 @@ def mask_of(indices: Iterable[int]) -> int:
 
 @final
 class GraphAnalysis:
-    """The nodes of a graph of operators by index: kinds, and the order that dependencies demand.
+    """Kinds and dependencies of the nodes of a graph, by index of the node.
 
     A node must come after the nodes whose results it reads. Three rules add dependencies:
 
@@ -171,7 +171,7 @@ class GraphAnalysis:
         return range(start + 1, min(self.find_waits(start), default=start + 1))
 
     def check_order(self, order: Sequence[int]) -> None:
-        """Raise a ``RuntimeError`` unless the graph may run in an order of node indices.
+        """Raise a ``RuntimeError`` if ``order``, a list of node indices, breaks a dependency.
 
         Each node must come once, after its ancestors, inputs first in their order, the output last.
         """
@@ -202,11 +202,11 @@ def node_kind(node: fx.Node) -> NodeKind:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether a node counts as no kernel launch: a view, a tuple's element or a number."""
+    """Return whether a node launches no kernel: it is a view, an element of a tuple or a number."""
     operator = find_operator(node)
     if operator is None:
         return node.op in ("get_attr", "call_function")  # such as getitem and arithmetic on sizes
-    # These return a view where strides allow it, although ``_unsafe_view`` declares no alias.
+    # ``reshape`` and ``_unsafe_view`` return a view if strides allow, whatever their schema says.
     if operator_name(node) in ("aten::reshape", "aten::_unsafe_view"):
         return True
     returns = operator._schema.returns  # pyright: ignore[reportPrivateUsage]
@@ -218,7 +218,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def _find_needs(nodes: list[fx.Node], collectives: list[Kind | None]) -> list[tuple[int, ...]]:
-    """Return the indices of each node's direct dependencies, by the rules of ``GraphAnalysis``."""
+    """Return, for each node, the indices of the nodes that must run before it."""
     position = {node: index for index, node in enumerate(nodes)}
     found: list[tuple[int, ...]] = []
     barrier: set[int] = set()  # the last node that wrote to an argument
@@ -235,7 +235,7 @@ def _find_needs(nodes: list[fx.Node], collectives: list[Kind | None]) -> list[tu
         if is_random(node):
             needs |= last_random
             last_random = {index}
-        # Gradient reductions may be reordered: with the option ``agree``, all ranks use one order.
+        # Gradient reductions have no fixed order here: all ranks follow the order of rank 0's plan.
         if collectives[index] in ("all_to_all", "gather", "fused"):
             needs |= last_ordered
             last_ordered = {index}

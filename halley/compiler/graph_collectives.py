@@ -19,7 +19,7 @@ _FUNCTIONAL = "_c10d_functional"
 WAIT = f"{_FUNCTIONAL}::wait_tensor"
 ALL_TO_ALL = f"{_FUNCTIONAL}::all_to_all_single"
 
-# Passes may delay a "reduce": only outputs and the optimizer are assumed to need its result.
+# Passes may delay kind "reduce": only outputs and the optimizer are assumed to read its results.
 _KINDS: dict[str, Kind] = {
     ALL_TO_ALL: "all_to_all",
     f"{_FUNCTIONAL}::all_reduce": "reduce",
@@ -29,11 +29,11 @@ _KINDS: dict[str, Kind] = {
     f"{_FUNCTIONAL}::all_gather_into_tensor": "gather",
     f"{_FUNCTIONAL}::all_gather_into_tensor_coalesced": "gather",
     f"{_FUNCTIONAL}::broadcast": "gather",
-    # These operators compute and communicate, and end after both. So no wait follows them.
+    # Fused layers compute and communicate in one operator, so no wait follows them.
     "halley::fused_experts": "fused",
     "halley::fused_experts_backward": "fused",
 }
-# Namespaces of operators that communicate; Halley knows only ``WAIT`` and the keys of ``_KINDS``.
+# Namespaces of operators that communicate. Halley knows ``WAIT`` and the keys of ``_KINDS`` only.
 _COMMUNICATING = (
     _FUNCTIONAL, "c10d", "c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"
 )  # fmt: skip
@@ -122,7 +122,7 @@ class Signature:
 
 
 def signature(*graphs: fx.Graph) -> Signature:
-    """Return one ``Signature`` of all given graphs together, such as forward and backward.
+    """Return one ``Signature`` for several graphs of a step together, such as forward and backward.
 
     Ranks may send and receive different numbers of rows, so only reductions compare the first size
     of tensors. Groups are numbered by first use: a group's name may differ between ranks.
@@ -153,7 +153,7 @@ def _target(node: fx.Node) -> str:
 
 
 def _operand(node: fx.Node, *, first: int) -> str:
-    """Return a node's dtype and sizes from dimension ``first`` on, as text; "" if no tensor."""
+    """Return dtype, and sizes from dimension ``first``, of a node's result; "" if no tensor."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return ""

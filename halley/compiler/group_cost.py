@@ -42,7 +42,7 @@ def measure_groups(
     sizes: Sizes,
     device: torch.device,
 ) -> None:
-    """Measure all-to-all times and contention that rank 0's table lacks; add them on all ranks.
+    """Measure all-to-alls and contention that rank 0's profile lacks; add them on all ranks.
 
     All ranks of the groups must call this together. The first group is the largest, and contention
     is measured in it. All-to-alls have up to the bytes of the graph's collectives. ``keys`` is the
@@ -55,7 +55,7 @@ def measure_groups(
             torch.cuda.set_device(device)  # each thread has its own current device
         for at, consensus in enumerate(consensus_groups):
             key = keys[consensus.group_name]
-            # Rank 0 of the largest group decides whether to measure, also for ranks with the curve.
+            # Rank 0 of the largest group decides for all ranks, also for those with the curve.
             lacks = largest.share(f"curve {at}", lambda key=key: table.curve(key) is None)
             # If no group holds all ranks, ``lacks`` may differ in this group, because its ranks
             # may have different largest groups. So all ranks of this group measure if one must.
@@ -65,14 +65,14 @@ def measure_groups(
         if largest.share("contention", lambda: table.contention is None):
             table.add_contention(_measure_contention(largest, device))
 
-    # Measure in another thread, because the calling thread is tracing: when it measured, one of
-    # four runs hung in a collective of gloo.
+    # Measure in another thread. In one of four runs that measured in the calling thread, which is
+    # tracing, a collective of gloo hung.
     with ThreadPoolExecutor(1) as pool:
         pool.submit(measure).result()
 
 
 def curve_keys(consensus_groups: Sequence[Consensus]) -> dict[str, str]:
-    """Return, by group name, the key of each group's all-to-all times in a table of profiles.
+    """Return, by group name, the key under which a table of profiles has the group's all-to-alls.
 
     Names of groups differ between runs. The key of a smaller group therefore holds its number of
     ranks, and its first and last rank as numbered in the largest group: links inside of a host
@@ -145,7 +145,7 @@ def _measure_all_to_all(
 def _make_all_to_all(
     consensus: Consensus, num_bytes: int, device: torch.device
 ) -> Callable[[], Work]:
-    """Return a function that starts an all-to-all of equal splits, always on the same tensors."""
+    """Return a function that starts an all-to-all of equal splits on fixed tensors."""
     num_bytes = max(1, num_bytes // consensus.num_ranks) * consensus.num_ranks
     sent = torch.zeros(num_bytes, dtype=torch.int8, device=device)
     received = torch.empty_like(sent)

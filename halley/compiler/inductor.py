@@ -86,9 +86,9 @@ def _value(node: fx.Node) -> Any:
     return node.meta["val"]
 
 
-# With its C++ wrapper, Inductor autotunes kernels on example tensors. A size that depends on data
-# is then ``unknown_size`` divided by this number: a sum of such sizes (the rows from all ranks)
-# must not exceed the size of the tensor that is split.
+# With its C++ wrapper, Inductor autotunes kernels on example tensors, in which a data-dependent
+# size is ``unknown_size`` divided by this number. So a sum of such sizes (rows from all ranks) does
+# not exceed the size of the tensor that is split into them.
 _ROWS_SHARE = 64
 
 
@@ -124,8 +124,8 @@ def compile_by_inductor(
         if backward:
             hooks.insert(graph)  # change 7 of pipeline.py
 
-    # Inductor caches no graph that a plain function such as ``change`` modifies. A rank that found
-    # a graph in its cache would not run the passes, and the other ranks would wait for it.
+    # ``change`` is a plain function, so Inductor caches no graph that it modifies. A rank with a
+    # cached graph would not run the passes, and the other ranks would wait for it.
     patches: dict[str, Any] = {
         "post_grad_custom_post_pass": change,
         "custom_partitioner_fn": partitioner,

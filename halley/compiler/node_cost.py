@@ -101,7 +101,7 @@ class ProfiledCost:
         return frozenset() if self.boundaries is None else inside_kernels(self.boundaries)
 
     def host_us(self, node: fx.Node) -> float:
-        """Return host microseconds to launch a node; 0 if another node counts its kernel."""
+        """Return host us to launch a node; 0 if its fused kernel is counted at another node."""
         hardware = self.predictor.hardware
         if group_of(node) is not None:
             return hardware.collective_us
@@ -135,8 +135,8 @@ class ProfiledCost:
             with unset_fake_temporarily(), torch.no_grad():
                 args, kwargs = example_arguments(node, device, self.sizes)
                 found = table.measure(key, lambda: operator(*args, **kwargs), device=device)
-        # The operator refuses the examples, or memory is full. Warn only: an error would leave the
-        # other ranks waiting for the plan of this one.
+        # Raised if the operator refuses the examples or memory is full. Only warn: an error would
+        # leave the other ranks waiting for the plan of this rank.
         except RuntimeError as error:
             warnings.warn(
                 f"halley predicts {key}, as it failed when measured: {error}", stacklevel=2
@@ -187,7 +187,7 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def node_key(node: fx.Node, sizes: Sizes) -> str:
-    """Return the key of a node's time in a table of profiles.
+    """Return the key under which a table of profiles has the time of a node.
 
     All attention operators share one key, because PyTorch chooses among them by the device on which
     it traces, and a plan may be made on another device than it is for.
@@ -205,7 +205,7 @@ def node_key(node: fx.Node, sizes: Sizes) -> str:
 
 
 def _predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
-    """Predict a node's us by a roofline: bytes (on the link if a fused layer) and GEMM FLOPs."""
+    """Predict a node's us by a roofline of FLOPs and memory, or FLOPs and link if a fused layer."""
     if collective_kind(node) == "fused":
         return _fused_layer_us(node, predictor, sizes)
     kernel_us = predictor.hardware.kernel_us
@@ -266,7 +266,7 @@ def example_arguments(
 
 
 def _indexed_sizes(node: fx.Node, sizes: Sizes) -> dict[fx.Node, int]:
-    """Return the integer inputs that index a node's first input, each with the indexed size."""
+    """Return a node's inputs that are indices into its first input, each with its upper limit."""
     table = result_of(node.all_input_nodes[0]) if node.all_input_nodes else None
     name, indices = operator_name(node), node.args[1] if len(node.args) > 1 else None
     if not isinstance(table, torch.Tensor):
@@ -311,7 +311,7 @@ def _named_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _gemm_flops(node: fx.Node, sizes: Sizes) -> float:
-    """Return the number of FLOPs of a GEMM (2 for each left element and right column) or attention.
+    """Return the FLOPs of attention, or of a GEMM: 2 * elements of left * columns of right.
 
     This holds for dense, batched and grouped GEMMs, with groups along rows or the inner dimension.
     Attention has 2 batched GEMMs (queries by keys, scores by values), and its backward has 5. A

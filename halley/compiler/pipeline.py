@@ -147,7 +147,7 @@ def device_of(graph: fx.Graph) -> torch.device:
 def _open_consensus(
     graph: fx.Graph, analysis: GraphAnalysis, options: Options
 ) -> list[Consensus] | None:
-    """Compare graphs across ranks; return each group's ``Consensus``, or None to keep the graph.
+    """Compare graphs across ranks; return each group's ``Consensus``, or None: change no graph.
 
     No rank is asked if the graph has no collective. Without ``agree``, the list is empty.
     """
@@ -235,7 +235,7 @@ def _build_cost(
 
 
 def reserve_sms(graph: fx.Graph, sm_margins: tuple[int, int], *, in_all: bool = False) -> None:
-    """Let GEMMs between an all-to-all's start and wait, or all GEMMs (``in_all``), leave SMs free.
+    """Make GEMMs in overlap windows of all-to-alls, or all GEMMs (``in_all``), leave SMs free.
 
     The graph must be in its final order, and GEMMs keep their node and its place. A GEMM with
     unusual arguments, or inside another operator, is not changed.
@@ -271,7 +271,7 @@ def _find_dense(node: fx.Node) -> tuple[Any, ...] | None:
 
 
 def _find_grouped(node: fx.Node) -> tuple[Any, ...] | None:
-    """Return (left, right, group ends) of a grouped GEMM, or None; may add a transpose of left."""
+    """Return (left, right, group ends) of a grouped GEMM, else None; may insert a transpose."""
     name, args = operator_name(node), node.args
     if name == "aten::_grouped_mm":
         ends = args[2] if len(args) == 3 else node.kwargs.get("offs")

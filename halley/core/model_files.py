@@ -14,7 +14,7 @@ from halley.core.validation import build_record, read_json, show, show_name
 
 _MAX_BYTES = 2**20
 _SIZES = {"E": "num_experts", "K": "top_k", "D": "hidden_size", "F": "intermediate_size"}
-# Keys of config.json for a field; the first that the file has is taken.
+# For each field, its possible keys in config.json; the first key that the file has is read.
 _MODEL_KEYS = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size",),
@@ -47,12 +47,12 @@ _NEEDED = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_experts"
 
 
 def is_model_file(name: str) -> bool:
-    """Return whether the name of a model is a path of a ``config.json``."""
+    """Return whether a model's name is a path: it ends in ".json" or has a "/"."""
     return name.endswith(".json") or "/" in name
 
 
 def read_model(path: Path) -> ModelConfig:
-    """Return the configuration of a ``config.json``, or of that in a folder.
+    """Return the model configuration of a ``config.json``, given its path or that of its folder.
 
     Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3, GLM-4-MoE, MiniMax-M2, Phi-MoE and GPT-OSS
     models are known; another one works if it has the same keys. The model is named after the
@@ -123,7 +123,7 @@ def parse_sizes(text: str) -> ModelConfig:
 
 
 def _take(given: dict[str, Any], keys: dict[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Return, for each field, the value of its first key that is there and not null."""
+    """Return, for each field, the value of its first key that is in ``given`` and not null."""
     present = {
         name: [given[key] for key in own if given.get(key) is not None]
         for name, own in keys.items()

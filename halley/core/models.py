@@ -22,7 +22,7 @@ _MAX_BYTES = 2**16  # largest configuration file; usual ones have less than 4096
 _MAX_DOTS = 200  # most dots on a line; tomllib takes quadratic time in the dots of a key
 
 _MODELS = (
-    # For tests and demos, with the equations of Qwen3-MoE.
+    # A small model for tests and demos, with the equations of Qwen3-MoE.
     ModelConfig(
         name="tiny", vocab_size=256, hidden_size=128, num_layers=4,
         num_heads=4, num_kv_heads=2, head_dim=32, qk_norm="head", hf_family="qwen3_moe",
@@ -167,7 +167,7 @@ def _apply_override(table: Table, text: str) -> None:
             raise ValueError(f"--set ({show_name(text)}) {rule}")
         table = cast(Table, child)
     if last == "model" and isinstance(table.get(last), dict) and isinstance(parsed, str):
-        # --set model=NAME keeps the other keys of a [model] table or of --set model.KEY=VALUE.
+        # Change the name only: other keys of a [model] table or of --set model.KEY=VALUE stay.
         parsed = {**cast(Table, table[last]), "name": parsed}
     table[last] = parsed
 

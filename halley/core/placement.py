@@ -1,4 +1,4 @@
-"""Describe which experts each rank holds, and choose to which copies of experts tokens are sent.
+"""Describe which experts each rank holds, and choose the replica to which each slot is sent.
 
 A replica is the copy of an expert on one of several ranks. Strategies treat replicas as experts.
 Replicas are numbered rank by rank, and each rank holds the same number of them. In this file, C is
@@ -51,7 +51,7 @@ def write_counts(
 
 
 def read_counts(path: Path) -> list[list[float]]:
-    """Return how often tokens chose each expert of each MoE layer: M lists of E, from a JSON file.
+    """Read from JSON how often tokens chose each expert of each layer; return M lists of E counts.
 
     The file is one of ``write_counts``, or a JSON list of numbers (one layer) or of lists of
     numbers (one list per layer). A negative count, layers with different numbers of experts, and a

@@ -82,7 +82,7 @@ class CurrentOperation:
 @final
 @dataclass(eq=False)
 class _Wait:
-    # A class, because each collective enters this context, and a generator's context is slower.
+    # This is a class, because each collective enters it, and a generator's context is slower.
     operation: CurrentOperation
     name: str
     inside: AbstractContextManager[object]
@@ -98,8 +98,8 @@ class _Wait:
         return self.inside.__exit__(*error)
 
 
-# Global, because custom operators and autograd threads write this object, and PyTorch, which calls
-# them, cannot pass it on. The watchdog reads it to find deadlocks; no result depends on it.
+# This object is global, because custom operators and autograd threads write to it, and PyTorch,
+# which calls them, cannot pass it on. The watchdog reads it to find deadlocks.
 CURRENT_OPERATION: Final = CurrentOperation()
 
 
@@ -151,7 +151,7 @@ class Recorder:
             self.enabled = enabled
 
     def collect(self) -> list[Span]:
-        """Wait for the device; return the new spans sorted by start; the first starts at 0."""
+        """Wait for the device; return the spans since the last call, sorted; time starts at 0."""
         marks, self._marks = self._marks, []
         if not marks:
             return []

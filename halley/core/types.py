@@ -77,7 +77,7 @@ class Experts:
     activation: Activation = "swiglu"
 
     def __post_init__(self) -> None:
-        # torch.compile evaluates this comparison while tracing, so it need not trace check_choice.
+        # Compare here, so that torch.compile traces check_choice only if the value is wrong.
         if self.activation not in ("swiglu", "gelu"):
             check_choice(self.activation, get_args(Activation), name="activation")
 

@@ -66,7 +66,7 @@ def check_fields(record: object, *, prefix: str = "") -> None:
 
 
 def check_type(value: typing.Any, kind: typing.Any, *, name: str) -> None:
-    """Raise a ``ValueError`` unless a value has the type ``kind``, as in ``check_fields``."""
+    """Raise a ``ValueError`` unless a value has the type ``kind``, such as ``list[int]``."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         check_choice(value, arguments, name=name)
@@ -118,7 +118,7 @@ def build(cls: type[Record], table: object, *, prefix: str = "") -> Record:
 
 
 def build_record(cls: type[Record], table: object, *, where: str) -> Record:
-    """Build a dataclass by the rules of ``build``; each error message starts with ``where``."""
+    """Call ``build``; an error message starts with ``where``, such as a file and a line."""
     try:
         return build(cls, table)
     except ValueError as error:
@@ -169,7 +169,7 @@ def _hints(cls: type[object]) -> dict[str, object]:
 
 
 def parse_device(device: object, *, types: tuple[str, ...] = ("cpu", "cuda")) -> torch.device:
-    """Return a ``torch.device``, given one or its name; its type must be one of ``types``.
+    """Return a device or a device name as a ``torch.device``; its type must be one of ``types``.
 
     A name that torch does not know, or a device of another type, is a ``ValueError``.
     """
@@ -202,12 +202,12 @@ def read_text(path: Path, *, what: str, max_bytes: int) -> str:
 
 
 def read_json(path: Path, *, what: str, max_bytes: int) -> object:
-    """Return the JSON value in a file, by the rules of ``read_text`` and ``parse_json``."""
+    """Return the JSON value in a UTF-8 file of at most ``max_bytes`` bytes."""
     return parse_json(read_text(path, what=what, max_bytes=max_bytes), where=f"{what} ({path})")
 
 
 def read_json_lines(path: Path, *, what: str, max_bytes: int) -> Iterator[tuple[str, object]]:
-    """Yield, for each line of a JSON-lines file, the start of its error messages and its value.
+    """Yield, for each line of a JSON-lines file, a prefix for error messages and the parsed value.
 
     A start is "/a/b.jsonl:3 must be a line of profiles:". A missing file has no lines.
     """
@@ -217,7 +217,7 @@ def read_json_lines(path: Path, *, what: str, max_bytes: int) -> Iterator[tuple[
         if isinstance(error.__cause__, FileNotFoundError):
             return
         raise
-    # Not splitlines: it splits at further characters, such as U+2028, that JSON allows in strings.
+    # ``splitlines`` would also split at U+2028 and others, which JSON strings may contain.
     lines = text.removesuffix("\n").split("\n") if text else []
     for number, line in enumerate(lines, start=1):
         where = f"{path}:{number} must be a line of {what}:"

@@ -57,7 +57,7 @@ class Curve:
             raise ValueError(f"points' microseconds ({least_us}) must be above 0")
 
     def at(self, num_bytes: float) -> float:
-        """Interpolate the time in us of ``num_bytes``: constant below the points, linear above."""
+        """Interpolate the us of ``num_bytes``: constant below all points, linear above all."""
         sizes = [size for size, _ in self.points]
         if num_bytes <= sizes[0]:
             return self.points[0][1]
@@ -145,7 +145,7 @@ def measure_contention(
 def _overlap_on_cpu(
     gemm: Callable[[], object], exchange: Callable[[], Work]
 ) -> tuple[float, float]:
-    """Start a collective, run GEMMs until it ends; return the number of GEMMs and the us passed."""
+    """Start a collective and run GEMMs until it ends; return their number and the elapsed us."""
     begin = time.perf_counter_ns()
     work, count = exchange(), 0
     while not work.is_completed():
@@ -159,7 +159,7 @@ def _overlap_on_cpu(
 def _overlap_on_gpu(
     gemm: Callable[[], object], exchange: Callable[[], Work], num_gemms: int
 ) -> tuple[float, float]:
-    """Run GEMMs beside a collective; return its time as a number of GEMMs (float), and in us."""
+    """Run GEMMs beside a collective; return how many (float) ran during it, and its us."""
     side = torch.cuda.Stream()
     begin, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(num_gemms)]
@@ -198,7 +198,7 @@ def run_us(run: Callable[[], object], device: torch.device) -> float:
 
 
 def shipped_path(device_name: str) -> Path | None:
-    """Return the path of the file of measured times that the package has for a device, or None."""
+    """Return the path of the packaged file of measured times for a device; None without one."""
     path = Path(__file__).parent / "tables" / f"{device_name.lower().replace(' ', '-')}.jsonl"
     return path if path.exists() else None
 
@@ -246,7 +246,7 @@ class _ContentionLine:
 
 @final
 class ProfileTable:
-    """Measured operator times, a ``Curve`` per collective, and contention, in one ``Environment``.
+    """Table of measured operator times, collectives' curves, and contention, of one environment.
 
     ``contention``, and the times and curves of missing keys, are None. Added values replace earlier
     ones, and are appended to the file.
@@ -276,7 +276,7 @@ class ProfileTable:
         return self._curves.get(key)
 
     def measure(self, key: str, run: Callable[[], object], *, device: torch.device) -> float | None:
-        """Return an operator's us; if missing, measure it and add it, or return None if offline."""
+        """Return an operator's time in us; if missing, measure and add it; None if ``offline``."""
         if key not in self._times_us and not self.offline:
             self.add_time(key, measure_us(run, device=device))
         return self._times_us.get(key)

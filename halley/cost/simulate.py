@@ -71,7 +71,7 @@ def _span(task: Task, start_us: float, duration_us: float) -> Span:
 
 
 def _simulate_contention(tasks: Sequence[Task], contention: Contention) -> list[Span]:
-    """Simulate tasks whose speed changes when another stream of the rank starts or ends a task."""
+    """Simulate tasks; computation and communication of a rank slow each other down meanwhile."""
     waiting: dict[tuple[int, str], deque[Task]] = defaultdict(deque)  # tasks of each (rank, stream)
     for task in tasks:
         waiting[task.rank, task.stream].append(task)
@@ -102,7 +102,7 @@ def _simulate_contention(tasks: Sequence[Task], contention: Contention) -> list[
 def _rate(
     lane: tuple[int, str], running: Iterable[tuple[int, str]], contention: Contention
 ) -> float:
-    """Return a task's speed in ``lane`` (rank, stream) beside lanes ``running``; 1.0 if alone."""
+    """Return a task's speed on (rank, stream) ``lane``: below 1.0 if ``running`` slows it."""
     rank, stream = lane
     is_comm = stream == _COMM
     overlaps = stream != HOST and any(
@@ -135,7 +135,7 @@ class Operation:
     is_read: bool = False  # the host reads the result, so it waits for the end of the operation
 
     def __post_init__(self) -> None:
-        # Test first: ``check_choice`` is too slow for the thousands of operations of a plan.
+        # Plans have thousands of operations and ``check_choice`` is slow: call it only to raise.
         if self.role not in get_args(Role):
             check_choice(self.role, get_args(Role), name="role")
 
@@ -187,7 +187,7 @@ def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[T
 def graph_spans(
     operations: Sequence[Operation], order: Sequence[int], contention: Contention = NO_CONTENTION
 ) -> list[Span]:
-    """Simulate operations launched in ``order``; return spans above 0 us, without the host's."""
+    """Simulate operations in ``order``; return spans, except those of 0 us or of the host."""
     spans = simulate(graph_tasks(operations, order), contention)
     return [span for span in spans if span.duration_us > 0.0 and span.stream != HOST]
 

@@ -104,7 +104,7 @@ class FailureReader:
     """Prints the failures that ranks append to a file: each cause once, at most four causes."""
 
     def __init__(self, path: Path) -> None:
-        """Create the empty file; ``launch`` passes its path to ranks in an environment variable."""
+        """Create the file ``path``, which ``launch`` tells ranks in an environment variable."""
         path.touch()
         self.path = path
         self.ranks: set[int] = set()  # ranks that have reported a failure
@@ -121,7 +121,7 @@ class FailureReader:
                 failure = Failure(**json.loads(line))
                 if failure.rank is not None:
                     self.ranks.add(failure.rank)
-                # The texts of one cause are equal, except for "rank N " at the start of some.
+                # Failures of one cause have equal texts, except for a leading "rank N " in some.
                 cause = failure.is_mistake, failure.text.removeprefix(f"rank {failure.rank} ")
                 if cause in self._causes or len(self._causes) > _MAX_SHOWN:
                     continue
@@ -138,7 +138,7 @@ def _own_rank() -> int | None:
 def _tell_launcher(failure: Failure) -> bool:
     """Append a failure to the launcher's file; return whether that worked."""
     try:
-        # No O_CREAT, which would create the file again after the launcher has deleted it.
+        # O_CREAT is left out: it would create the file again after the launcher has deleted it.
         descriptor = os.open(os.environ[FAILURES_VARIABLE], os.O_WRONLY | os.O_APPEND)
         try:  # one write per line, so that lines of two ranks do not mix
             os.write(descriptor, f"{json.dumps(asdict(failure))}\n".encode())
@@ -271,7 +271,7 @@ def _environment(num_processes: int) -> dict[str, str]:
         port = server.getsockname()[1]
     return {
         "OMP_NUM_THREADS": str(max(1, _num_cores() // num_processes)),
-        # At the default level, torch prints long C++ stack traces when the store is lost.
+        # At its default log level, torch prints long C++ stack traces when the store is lost.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "KINETO_LOG_LEVEL": "99",  # else the profiler prints messages to stdout
         **os.environ,  # the user's variables override those above
@@ -290,7 +290,7 @@ def _num_cores() -> int:
 def signals_handled(
     numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
-    """Handle signals ``numbers`` by ``handler`` in the ``with`` block, if in the main thread."""
+    """In the ``with`` block, handle signals by ``handler``; only if this is the main thread."""
     try:
         before = {number: signal.signal(number, handler) for number in numbers}
     except ValueError:  # signal handlers can be set in the main thread only

@@ -17,13 +17,13 @@ from halley.core.types import check_tp_size
 from halley.core.validation import check_choice, check_type
 
 
-# A bucket of this size takes no more gradients: larger ones overlap less, smaller ones are slower.
+# A gradient bucket is full at this size. Larger buckets overlap less; small ones are slow.
 BUCKET_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """The ranks, sizes and process groups of expert parallelism inside data parallelism.
+    """Ranks, sizes, process groups of the mesh: "ep" splits experts, "edp" replicates them.
 
     Every rank trains on its own sequences. The ranks form a mesh ("edp", "ep"). The ranks of an
     "ep" group together hold all experts of a layer. The ranks of an "edp" group hold the same
@@ -62,7 +62,7 @@ class ParallelGroups:
 
     @property
     def tp_rank(self) -> int:
-        """Index, 0 to ``tp_size`` - 1, of the shard that this rank holds of each of its experts."""
+        """Index of the shard of its experts that this rank holds, from 0 to ``tp_size`` - 1."""
         return self.ep_rank % self.tp_size
 
 
@@ -255,7 +255,7 @@ def join_world(device_choice: str, *, timeout_s: float = 600.0) -> Iterator[Worl
         yield World(rank=0, num_ranks=1, device=device)
         return
     store, rank, num_ranks = next(rendezvous("env://"))
-    # ``peers.time_limit`` reads the time limit of a group from its store, so set it there.
+    # ``peers.time_limit`` reads a group's timeout from its store, so set the store's too.
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",

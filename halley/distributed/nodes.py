@@ -20,7 +20,7 @@ class Nodes:
     local: dist.ProcessGroup | None = None  # group of this node; None for nodes of one rank
 
     def splits(self, counts_N: list[int]) -> list[int]:
-        """Return an all-to-all's split sizes by rank, from the number of rows for each of N nodes.
+        """Return the split sizes of an all-to-all by rank, from the rows for each of N nodes.
 
         A rank exchanges rows only with the ranks that have its local rank in their nodes.
         """

@@ -138,11 +138,11 @@ class Watchdog:
         return cls(group.get_group_store(), rank=rank, num_ranks=num_ranks, **options)
 
     def __enter__(self) -> Self:
-        # All ranks enter watchdogs equally often, so the count separates watchdogs on one store.
+        # The count numbers the watchdogs of one store; it is the same on all ranks.
         start = self._store.add(f"halley/watchdog/starts/{self._rank}", 1)
         self._store = PrefixStore(f"halley/watchdog/{start}", self._store)
         self._send_report()
-        # A thread that uses the store while Python exits crashes the process: stop it before.
+        # A thread that uses the store while Python exits crashes it: stop the thread at exit.
         atexit.register(self.stop)
         self._heartbeat_thread.start()
         self._exit_thread.start()
@@ -200,7 +200,7 @@ class Watchdog:
         return self._explained
 
     def _message(self, verdict: str) -> str:
-        # A verdict about a deadlock already contains the step of each rank.
+        # A verdict about a deadlock already has the training step of each rank.
         when = self._when if verdict.startswith(_LOST) else ""
         return f"rank {self._rank} {verdict}{when}"
 
@@ -214,7 +214,7 @@ class Watchdog:
                 self._exchange()
             self._leave()
         except RuntimeError:  # stores raise it when the connection is lost
-            # After a normal end of rank 0, its process and the store end: no rank is lost.
+            # If rank 0 ended normally, the store ended too: a lost connection is no loss.
             expected = self._stopped.is_set() or self._exit_reasons.get(0) == _FINISHED
             if not expected and self._verdict is None:
                 self._verdict = f"{_LOST}{_store_host()} (connection lost)"
@@ -247,7 +247,7 @@ class Watchdog:
         # With gloo, functions of torch.distributed block, so the main thread waits inside of one.
         if frame is not None and frame.f_globals.get("__name__") == _COLLECTIVES:
             name, is_waiting = f"{frame.f_code.co_name} of torch.distributed", True
-        # The query of a stream breaks a CUDA graph capture, so wait until a capture must be over.
+        # A stream query breaks a CUDA graph capture: query only after a time without progress.
         unchanged_s = self._num_unchanged[self._rank] * self._interval_s
         if self._gpu is not None and unchanged_s >= _ASK_GPU_AFTER_S:
             is_busy = not torch.cuda.default_stream(self._gpu).query()
@@ -322,7 +322,7 @@ class Watchdog:
             time.sleep(0.05)
 
     def _end_if_lost(self) -> None:
-        """Wait in a thread for a verdict; ``grace_s`` later, end the process, as it may hang."""
+        """In a thread, wait for a verdict; ``grace_s`` later, end the process, which may hang."""
         thread = self._heartbeat_thread
         while thread.is_alive() and not self._stopped.is_set() and self._verdict is None:
             thread.join(timeout=self._interval_s)

@@ -76,7 +76,7 @@ class Workspace:
             torch.cuda.get_device_properties(device).multi_processor_count - reserved_sms
         )
         on_gpu = device.type == "cuda"
-        # Evaluation may make the workspace, and training cannot write tensors of inference mode.
+        # Leave inference mode: evaluation may make these tensors, and training must write to them.
         with torch.inference_mode(mode=False):
             self.status = torch.zeros(STATUS_WORDS, dtype=torch.int64, device=device)
             self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
@@ -109,7 +109,7 @@ class Workspace:
         return sum(tensor.local.nbytes for tensor in self._symmetric)
 
     def context(self, layout: Layout | None = None) -> KernelContext:
-        """Return buffers and settings for a pass's kernels; ``layout`` None: that of new plans."""
+        """Return the ``KernelContext`` of a pass; ``layout`` defaults to that of new plans."""
         routing, send, combine, dweights = self._symmetric
         return KernelContext(
             layout=layout or self.layout,
@@ -127,7 +127,7 @@ class Workspace:
         )
 
     def begin_pass(self) -> None:
-        """Raise an earlier kernel failure; else wait for the last pass's stream, except in capture.
+        """Raise if a kernel has failed; unless capturing, let this stream wait for the last pass's.
 
         After a failure the workspace stays unusable, because the ranks may have run different
         numbers of passes.
@@ -144,7 +144,7 @@ class Workspace:
             self._stream.wait_stream(previous)
 
     def record_plan_event(self) -> None:
-        """Record, after the plan kernel, the CUDA event (if any) for which ``read_plan`` waits."""
+        """Record the CUDA event (if any) for ``read_plan``; call this after the plan kernel."""
         if self._plan_event is not None:
             self._plan_event.record(self._stream)
 
@@ -159,7 +159,7 @@ class Workspace:
             check(self.host_status, rank=self.heap.rank, timeout_s=self.timeout_s)
 
     def read_plan(self, up_LGD: torch.Tensor | None = None, *, part: int = 0) -> PlanSize:
-        """Wait for the newest plan, return its sizes; with ``max_load``, return capacities at once.
+        """Wait for the newest plan, return its sizes; with ``max_load``, fixed ones without a wait.
 
         A failed wait, or capture of a CUDA graph without ``max_load``, is a ``RuntimeError``.
         """
@@ -201,7 +201,7 @@ class Workspace:
         return torch.empty(shape, dtype=self.shape.dtype, device=self.heap.device)
 
     def _allocate(self, max_tokens: int) -> tuple[Layout, torch.Tensor, list[SymmTensor]]:
-        """Allocate symmetric buffers, collectively; return their layout, its id and the buffers."""
+        """Allocate symmetric buffers; return layout, plan id and buffers. A collective."""
         shape, num_ranks = self.shape, self.heap.num_ranks
         sizes = {"block_slots": _CPU_BLOCK_SLOTS} if self.heap.device.type == "cpu" else {}
         layout = make_layout(
@@ -379,7 +379,7 @@ class Workspaces:
 
 
 def find_workspaces(handle: int) -> Workspaces:
-    """Return the ``Workspaces`` of a handle; a RuntimeError if they no longer exist."""
+    """Return the ``Workspaces`` with this handle; RuntimeError if they are deleted."""
     found = _BY_HANDLE.get(handle)
     if found is None:
         raise RuntimeError(f"workspaces ({handle}) no longer exist: their strategy was deleted")

@@ -59,7 +59,7 @@ class LayerParts:
     def begin_backward(
         self, index: int, plan: torch.Tensor, plan_id: int, *, dtype: torch.dtype
     ) -> list[torch.Tensor]:
-        """Return buffer slices for backward to write a part's four weight-gradient operands to."""
+        """Return buffer slices, to which a part's backward writes weight-gradient operands."""
         if not self._operands:
             total = sum(self.num_rows)
             self._operands = [
@@ -258,7 +258,7 @@ def _end_pass(ordering_token: torch.Tensor, result: torch.Tensor) -> None:
 def _forward_op(*args: Any) -> tuple[torch.Tensor, ...]:
     *call, workspaces_handle = args[:9]
     result = run_forward(find_workspaces(workspaces_handle), LayerCall(*call))
-    # The id is cloned because a compiled graph may overwrite tensors that an operator returns.
+    # Clone the plan's id, as a compiled graph may overwrite tensors that an operator returns.
     return result._replace(plan_id=result.plan_id.clone())
 
 
@@ -312,7 +312,7 @@ def _backward_op(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
     gradients = launch_token_gradients(workspace, layout, [dy, *tensors], options)
     if save != "all":
         return gradients
-    # The rows of save "all" are an input, which no operator may return: use an empty tensor.
+    # With save "all", rows are an input. Operators must not return inputs: return no rows.
     return gradients._replace(rows_RD=dy.new_empty(0, dy.shape[1]))
 
 

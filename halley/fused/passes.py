@@ -100,21 +100,21 @@ def run_forward(workspaces: Workspaces, call: LayerCall, *, part: int = 0) -> La
     if size.num_rows > workspace.rows_RD.shape[0]:
         workspace.grow_rows(size.num_rows)
     copies_fit = call.save != "inputs" or size.num_copies <= predicted.num_copies
-    # If predicted sizes were too small, the GEMM kernels did nothing; before a first plan none ran.
+    # Run the GEMMs if none ran, or if too small predicted sizes made them do nothing.
     if not (results and copies_fit and size.num_rows <= predicted.num_rows):
         del results  # frees memory for the tensors that replace them
         results = _launch_gemms(workspace, call, plan, size)
     if not call.x_TD.is_cuda:  # interpreted kernels have finished, so failures are known
         workspace.check()
     y_TD, rows, pre_RG = results
-    # Saved tensors get their sizes from the plan, not from ``predicted``. Activation checkpointing
-    # compares the sizes of the first run and of the recomputation.
+    # Cut saved tensors to the plan's sizes: predictions change between calls, but activation
+    # checkpointing needs equal sizes in first run and recomputation.
     num_saved = size.num_copies if call.save == "inputs" else size.num_rows
     return LayerResult(y_TD, plan, workspace.plan_id, rows[:num_saved], pre_RG[: size.num_rows])
 
 
 def _launch_all(workspace: Workspace, call: LayerCall, size: PlanSize) -> list[Any]:
-    """Launch or replay forward; return the plan, then results of ``_launch_gemms`` if it ran."""
+    """Launch or replay forward; return the plan and, if launched, the results of the GEMMs."""
     inputs = [call.x_TD, call.topk_idx_TK, call.topk_weights_TK, call.up_LGD, call.down_LDF]
     key = (
         "forward", call.gated, call.fused, call.save, size.num_rows, size.num_copies,
@@ -177,7 +177,7 @@ def _launch_gemms(
     return [y_TD, rows, pre_RG]
 
 
-# Indices in the list of inputs of backward, which is mutable so that an input can be released.
+# Indices in the list of backward's inputs. In a list, an input can be replaced by None.
 _DY, _SAVED, _PLAN, _PRE, _UP, _DOWN, _IDX = range(7)
 _OPERANDS = slice(7, 11)  # only with ``keeps_operands``
 
@@ -278,7 +278,7 @@ def launch_backward(
     options: BackwardOptions,
     main_grads: Sequence[torch.Tensor | None],
 ) -> Results:
-    """Launch all kernels of a backward pass; return the same results as ``run_backward``."""
+    """Launch all kernels of a backward pass; return all gradients."""
     dx_TD, dweights_TK, dpre_RG, weighted_RF, dy_RD, rows_RD = launch_token_gradients(
         workspace, layout, inputs, options
     )

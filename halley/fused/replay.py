@@ -58,7 +58,7 @@ class PlanSizes:
         self.by_layer: Any = WeakIdKeyDictionary()  # Any, because torch gives its methods no types
 
     def predict(self, up_LGD: torch.Tensor, *, part: int = 0) -> PlanSize:
-        """Predict a plan's size: this layer part's last, else any layer's, plus 1/64, rounded up.
+        """Predict a plan's size from the last plan of this layer part, or else of any layer.
 
         Before the first plan it is 0 rows; with ``max_load`` it is always the size ``fixed``.
         """
@@ -89,7 +89,7 @@ def rows_with_margin(num_rows: int, *, multiple: int) -> int:
 
 
 def round_up_rows(num_rows: int, *, multiple: int) -> int:
-    """Round a row count up to a multiple of ``multiple``; large counts in steps up to 1/64 each."""
+    """Round a count up to a multiple of ``multiple``; the step is up to 1/64 of large counts."""
     num_tiles = -(-num_rows // multiple)
     step = 1 << max(0, (num_tiles // _STEPS).bit_length() - 1)
     return -(-num_tiles // step) * step * multiple
@@ -134,8 +134,8 @@ class LaunchCache:
         if not (is_recorded and all(map(is_aligned, inputs)) and not share_memory(inputs)):
             yield outputs
             return
-        # The new list keeps inputs that the pass releases: their memory must not be reallocated
-        # before all addresses are recorded.
+        # The copy keeps inputs that the pass releases. So no new tensor gets their memory before
+        # all addresses are recorded.
         inputs, steps = list(inputs), []
         set_recording(steps)
         try:
@@ -181,7 +181,7 @@ class _LaunchStep:
     prepared: PreparedLaunch  # the launch with its parameters
     allocations: list[_Allocation] = field(default_factory=list)  # made before the launch
     frees: list[int] = field(default_factory=list)  # slots of tensors to free after the launch
-    # For each pointer: number of the parameter, slot of the tensor, byte offset in the tensor.
+    # One entry per pointer: index of the parameter, number of the tensor, byte offset in it.
     addresses: list[tuple[int, int, int]] = field(default_factory=list)
     # For each TMA map: the same three numbers as in ``addresses``, argument number, descriptor.
     maps: list[tuple[int, int, int, int, TensorDescriptor]] = field(default_factory=list)

@@ -152,9 +152,9 @@ class ExpertRunner:
         return y_TD
 
     def check_supported(self, problem: str) -> None:
-        """Raise ``ValueError`` if strict, else warn, unless the strategy is "auto" or "sequential".
+        """Raise (strict) or warn of ``problem``, unless the strategy is "auto" or "sequential".
 
-        For "auto" and "sequential", the framework's own expert code is a valid choice.
+        "auto" and "sequential" are silent: for them, the framework's own expert code is valid.
         """
         if self.strategy not in ("auto", "sequential"):
             self.warn_or_raise(
@@ -202,7 +202,7 @@ class ExpertRunner:
 
 @torch.compiler.assume_constant_result
 def _allows_unknown_sizes() -> bool:
-    """Return whether the traced graph may have data-dependent sizes; False outside of tracing.
+    """Return whether the graph being traced may have data-dependent sizes; False if none is traced.
 
     With ``fullgraph``, Dynamo sets ``allow_dynamic_output_shape_ops`` of the ``shape_env``.
     """
@@ -256,7 +256,7 @@ def describe(model: nn.Module) -> dict[str, str]:
 
 def warn_deprecated(old: str, new: str) -> None:
     """Warn, with a FutureWarning, that the name ``old`` is deprecated and ``new`` replaces it."""
-    # Not a DeprecationWarning, which Python hides outside of the main script.
+    # A DeprecationWarning would not do: Python hides it outside of the main script.
     warnings.warn(f"{old} is deprecated: use {new}", FutureWarning, stacklevel=3)
 
 
@@ -317,11 +317,11 @@ class Framework:
 
 
 def find_module(name: str, attribute: str) -> ModuleType | None:
-    """Return a module; None if it or the attribute is missing. Its own import errors are raised."""
+    """Import a module; None if it or the attribute is missing. Its import errors are raised."""
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # Raise if the missing module is another one, which the named module imports.
+        # Raise if the missing module is not this one, but one that it imports.
         if not f"{name}.".startswith(f"{error.name}."):
             raise
         return None

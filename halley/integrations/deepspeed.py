@@ -122,7 +122,7 @@ class HalleyMoELayer(_deepspeed.AutoEPMoELayer):
 
 @cache
 def _layer_class(strategy: str, strict: bool) -> type[HalleyMoELayer]:
-    """Return the subclass of ``HalleyMoELayer`` with these options; equal options give one class.
+    """Return the subclass of ``HalleyMoELayer`` for these options; equal options, equal class.
 
     While it replaces AutoEP's class, DeepSpeed finds the MoE layers of all engines, also of those
     made before, by ``isinstance`` with it.

@@ -35,8 +35,8 @@ _mcore = FRAMEWORK.import_names(_NAMES)
 for _method in (_mcore.MoELayer.dispatch, _mcore.MoELayer.routed_experts_compute):
     FRAMEWORK.check_parameters(_method, "self", "hidden_states", "probs")
 
-# Fields of Megatron's configuration, and the values of each that Halley supports. A field that the
-# installed version lacks is no problem. None also allows False, 0 and "".
+# Fields of Megatron's configuration, and the values of each that Halley supports. A field that is
+# missing is accepted. If only None is supported, so are False, 0 and "".
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "expert_tensor_parallel_size": (1,),
     "expert_gtp_weight_remat_size": (1,),
@@ -113,7 +113,7 @@ class HalleyMoELayer(_mcore.MoELayer):
     def routed_experts_compute(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Dispatch, compute, combine: return ``(T, D)`` and None. Megatron runs unsupported layers.
+        """Dispatch, compute, combine, by Halley or by Megatron; return ``(T, D)`` and None.
 
         A collective of the expert-parallel group. Arguments as ``dispatch`` returns them: tokens,
         ``(T, D)``, and routing weights, ``(T, K)``.
@@ -133,7 +133,7 @@ class PassThroughDispatcher(_mcore.MoETokenDispatcher):
 
     def __init__(self, config: Any, pg_collection: Any) -> None:
         super().__init__(config, pg_collection)
-        # With this option, Megatron frees a phase's inputs after the phase: phases return copies.
+        # With this option, Megatron frees the inputs of a phase after it. So phases return copies.
         self._inputs_are_freed = config.overlap_moe_expert_parallel_comm
         self._expert_ids_TK: torch.Tensor | None = None
         self._shape = torch.Size()

@@ -57,7 +57,7 @@ class StackedExperts(_mcore.MegatronModule):
         for axis, (name, shape) in enumerate(zip(_LAYERS, shapes, strict=True)):
             weight: Any = nn.Parameter(torch.empty(num_local_experts, *shape, **options))
             _mcore.set_tensor_model_parallel_attributes(weight, True, axis + 1, 1)
-            # If False, Megatron averages the gradient only over ranks with the same experts.
+            # False: Megatron averages this gradient only over ranks with the same experts.
             weight.allreduce = config.expert_model_parallel_size == 1
             self.register_parameter(name, weight)
         self.register_load_state_dict_post_hook(_ignore_extra_state)
@@ -75,7 +75,7 @@ class StackedExperts(_mcore.MegatronModule):
                 self._register_gradient_hooks()
             else:
                 # Strategies add gradients to a weight's ``main_grad`` if it has one. Views have
-                # none: their gradients go through autograd, and Megatron adds them itself.
+                # none: pass views, so that Megatron adds the gradients from autograd.
                 up, down = up.view_as(up), down.view_as(down)
             activation = "swiglu" if self.config.gated_linear_unit else "gelu"
             stacked = Experts(up_LGD=up, down_LDF=down, activation=activation)
@@ -111,7 +111,7 @@ class StackedExperts(_mcore.MegatronModule):
             state[f"{prefix}{name}"] = _mcore.ShardedTensorFactory(
                 key, weight, split, stack, replica
             )
-            # As in SequentialMLP, each matrix has an extra-state entry, here always None.
+            # Like SequentialMLP, write an extra-state entry for each matrix, here always None.
             extra, make = f"{layer}._extra_state", _mcore.make_sharded_object_for_checkpoint
             for index, (expert_prefix, offsets) in enumerate(places, start=first):
                 entry = make(None, f"{prefix}experts.{expert_prefix}{extra}", offsets, replica)
@@ -134,7 +134,7 @@ class StackedExperts(_mcore.MegatronModule):
                         method(weight[index])
 
     def _register_gradient_hooks(self) -> None:
-        """Hook both weights at the first call in grad mode after Megatron has set ``main_grad``."""
+        """Register hooks of both weights once, in grad mode after Megatron set ``main_grad``."""
         ready = torch.is_grad_enabled() and hasattr(self.weight1, "main_grad")
         if ready and not self._has_gradient_hooks:
             self._has_gradient_hooks = True
@@ -191,7 +191,7 @@ def _register_gradient_hook(weight: nn.Parameter) -> None:
         if gradients[0] is None and getattr(weight, "grad_added_to_main_grad", False):
             weight.grad = weight.new_zeros(()).expand_as(weight)
 
-    # Hook the AccumulateGrad node of the weight, which Megatron's own hook keeps alive.
+    # Hook the weight's AccumulateGrad node. Megatron's own hook keeps this node alive.
     function.next_functions[0][0].register_prehook(set_zero_gradient)
 
 

@@ -65,7 +65,7 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
             self._runner.check_supported(self._unsupported)
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Shard experts as torchtitan does, prepare the runner; ``ValueError`` if shares differ."""
+        """Shard as torchtitan does, prepare the runner; ``ValueError`` for an uneven division."""
         mesh = parallel_dims.get_optional_mesh("ep")
         if mesh is not None:
             local_experts(self.inner_experts.num_experts, ep_size=mesh.size())
@@ -148,7 +148,7 @@ def halley(cfg: Any, *, strategy: str = "auto", strict: bool = False) -> Any:
 def _find_problem(cfg: Any) -> str:
     if type(cfg) is not _titan.RoutedExperts.Config:
         return f"routed experts ({type(cfg).__qualname__}) must be torchtitan's own RoutedExperts"
-    # Other dispatchers may drop tokens, which changes values, or pad rows for their experts.
+    # Non-standard dispatchers may drop tokens, which changes values, or pad experts' rows.
     standard = (_titan.LocalTokenDispatcher.Config, _titan.AllToAllTokenDispatcher.Config)
     dispatcher = type(cfg.token_dispatcher)
     if dispatcher not in standard:

@@ -184,7 +184,7 @@ def disable() -> None:
 def _build_implementation(
     experts: nn.Module, ep_mesh: Any, tp_mesh: Any, *, runner: ExpertRunner, point: ExtensionPoint
 ) -> Any:
-    """Return Halley's callable for an experts module; if unsupported, Transformers' ``AutoEP``."""
+    """Return ``DispatchedExperts`` for a module; Transformers' ``AutoEP`` if unsupported."""
     problem = find_problem(experts)
     if not problem and point.parallel._uses_megamoe(experts):
         problem = f"experts module {type(experts).__name__} must not be deepgemm_megamoe's"
@@ -210,8 +210,8 @@ def _style_class(built_in: type, runner: ExpertRunner) -> type:
 
             def forward(hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
                 if spans_all_ranks and hasattr(module, "set_force_sum_reduction_for_comms"):
-                    # FSDP2's group has one rank here. Then FSDP2 divides gradients without a sum.
-                    # The sum that Transformers 5.19 to 5.22 force would divide them again.
+                    # FSDP2's group has one rank here, so it divides gradients without a sum.
+                    # Transformers 5.19 to 5.22 force a sum, which would divide them twice.
                     module.set_force_sum_reduction_for_comms(False)
                 with self.context_around_forward(module, ep_mesh):
                     return dispatched(hidden_states, top_k_index, top_k_weights)
@@ -268,7 +268,7 @@ def full_state_dict(model: nn.Module, group: Group = None) -> dict[str, torch.Te
 
 
 def _resolve(group: Group) -> tuple[dist.ProcessGroup | None, int, int]:
-    """Return (group, rank, size) of a group; None means the default group, or one process alone."""
+    """Return (group, rank in it, its size); for None, the default group's or else (None, 0, 1)."""
     if isinstance(group, DeviceMesh):
         group = group.get_group()
     if group is None and dist.is_initialized():
@@ -286,7 +286,7 @@ def _divide(experts: Any, prefix: str, *, rank: int, ep_size: int) -> list[str]:
         share = parameter.detach()[rank * num_local : (rank + 1) * num_local].clone()
         sharded = nn.Parameter(share, requires_grad=parameter.requires_grad)
         if sharded.requires_grad:
-            # Backward sums over the tokens of all ranks, but the loss is a mean over ranks: divide.
+            # Divide: backward sums over the tokens of all ranks, but the loss is a mean over ranks.
             sharded.register_hook(lambda gradient: gradient / ep_size)
         setattr(experts, name, sharded)
         names.append(f"{prefix}.{name}")
@@ -295,7 +295,7 @@ def _divide(experts: Any, prefix: str, *, rank: int, ep_size: int) -> list[str]:
 
 
 def register(strategy: str = "auto", *, strict: bool = False, default: bool = False) -> str:
-    """Deprecated form of ``enable`` without ``model``; here ``default`` is False by default."""
+    """Deprecated: use ``enable`` without ``model``. Here ``default`` is False unless given."""
     warn_deprecated("register", "halley.integrations.transformers.enable")
     return enable(strategy=strategy, strict=strict, default=default)
 
@@ -309,7 +309,7 @@ def unregister() -> None:
 def shard_experts(
     model: nn.Module, ep_group: Group, *, strategy: str = "auto", strict: bool = False
 ) -> list[str]:
-    """Deprecated name of ``enable(model)``; returns the names of the divided parameters."""
+    """Deprecated form of ``enable(model)``; returns the names of the sharded parameters."""
     warn_deprecated("shard_experts", "halley.integrations.transformers.enable(model, group=...)")
     return shard_model(model, ep_group, runner=ExpertRunner(strategy, strict=strict))
 

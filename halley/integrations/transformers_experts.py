@@ -22,7 +22,7 @@ from halley.strategies.traceable import find_one_rank_problem, run_on_one_rank
 
 # Transformers' decorator ``use_experts_implementation`` sets these attributes on experts modules.
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-# Names of SiLU and GELU: the class in Transformers, the class in torch, the function in torch.
+# SiLU and GELU: name of the class in Transformers, class in torch, and function in torch.
 _SILU, _GELU = ("SiLUActivation", "SiLU", "silu"), ("GELUActivation", "GELU", "gelu")
 
 
@@ -63,7 +63,7 @@ def find_unsupported(module: nn.Module) -> str:
 
 
 def read_experts(module: nn.Module, function: ExpertsFunction) -> LocalExperts:
-    """Return a module's experts; ``stacked`` has its weights or views, or is None if unsupported.
+    """Return a module's experts; ``stacked``, its weights or views, is None if unsupported.
 
     The weights must be plain tensors. ``function`` is Transformers' computation of these experts.
     """
@@ -88,7 +88,7 @@ def _up_name(module: nn.Module) -> str:
 
 
 def _experts_function(forward: Any) -> ExpertsFunction:
-    """Wrap a Transformers experts forward as ``ExpertsFunction``: call it with top-1, weights 1."""
+    """Wrap a Transformers experts forward as ``ExpertsFunction``: one expert per row, weight 1."""
 
     def run(rows_RD: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
         return forward(rows_RD, ids_R[:, None], rows_RD.new_ones(rows_RD.shape[0], 1))
@@ -98,7 +98,7 @@ def _experts_function(forward: Any) -> ExpertsFunction:
 
 @final
 class DispatchedExperts:
-    """The forward of an experts module whose experts are spread over a group of ranks.
+    """The forward function of a Transformers experts module whose experts are spread over ranks.
 
     Args:
         experts: the module, which keeps its parameters; its weights may still be on "meta".
@@ -171,7 +171,7 @@ def run_local_experts(
     idx_TK = top_k_index.masked_fill(top_k_index >= found.num_local, DROPPED)
     routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=top_k_weights)
     if torch.compiler.is_compiling() and not find_one_rank_problem(found.stacked):
-        # Without communication no strategy is needed, and the model stays one graph.
+        # One rank needs no strategy; without one, the compiled graph does not break.
         return run_on_one_rank(hidden_states, routing, found.stacked)
     return runner.run(hidden_states, routing, found, group=None)
 
@@ -183,7 +183,7 @@ def leave_to_transformers(experts: nn.Module, problem: str, *, runner: ExpertRun
 
 
 def _take_share(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return this rank's share of rows that all ranks of the mesh hold; backward all-gathers."""
+    """Return this rank's share of rows equal on all mesh ranks; backward all-gathers."""
     replicated = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return replicated.redistribute(mesh, [Shard(0)]).to_local()
 

@@ -1,4 +1,4 @@
-"""Launch interpreted kernels: a scheduler interleaves programs; without one they run in order.
+"""Launch interpreted kernels: a scheduler interleaves CTAs; without one they run one by one.
 
 Unlike in Triton's own interpreted launch, arguments must be on the CPU and are used in place,
 exceptions reach the caller unchanged, and numpy's floating-point warnings are off, since GPUs have
@@ -26,7 +26,7 @@ from halley.interpreter.scheduler import current_scheduler, switch_point
 _Index = tuple[int, ...]  # ids of a program along the axes of its grid
 _Launch = tuple[Callable[[_Index], None], list[_Index]]  # function, and programs that it runs
 
-# Methods that access memory: (name in messages, argument index of pointer, of mask or None).
+# Memory access methods: (name in errors, index of pointer argument, of mask or None).
 _ACCESSES: dict[str, tuple[str, int, int | None]] = {
     "create_masked_load": ("load", 0, 1),
     "create_masked_store": ("store", 0, 2),
@@ -34,7 +34,7 @@ _ACCESSES: dict[str, tuple[str, int, int | None]] = {
     "create_atomic_cas": ("atomic operation", 0, None),
 }
 
-# Context variables, because a scheduler runs ranks and concurrent programs in separate threads.
+# Context variables, because a scheduler runs ranks and concurrent CTAs in separate threads.
 _GRID: contextvars.ContextVar[_Index] = contextvars.ContextVar("grid")
 _PROGRAM: contextvars.ContextVar[_Index] = contextvars.ContextVar("program")
 
@@ -45,7 +45,7 @@ def install() -> None:
     methods: list[tuple[type, str, object]] = [
         # Triton 3.6 converts an array of one element with int(), which numpy 2.4 refuses.
         (tl.tensor, "__index__", lambda self: int(self.handle.data.item())),
-        # Triton's own version patches ``triton.language`` in each call, which takes time.
+        # Triton's own ``__call__`` patches ``triton.language`` each time, which is slow.
         (InterpretedFunction, "__call__", lambda self, *args, **kw: self.rewrite()(*args, **kw)),
         (GridExecutor, "__call__", _launch),
         (InterpreterBuilder, "grid_dim", property(lambda self: _GRID.get())),
@@ -65,7 +65,7 @@ def install() -> None:
 def _checked(
     original: Callable[..., Any], kind: str, *, pointer: int, mask: int | None
 ) -> Callable[..., Any]:
-    """Wrap a memory access: check addresses; atomics and volatile loads let threads switch."""
+    """Wrap a memory access: check addresses; switch threads after atomics, volatile loads."""
 
     def access(self: InterpreterBuilder, *args: Any, **kwargs: Any) -> Any:
         # Loads by tensor descriptors pass ``is_volatile`` by keyword, other loads as last argument.
@@ -81,7 +81,7 @@ def _checked(
 def _launch(
     self: GridExecutor, *args: Any, beside: Sequence[tuple[Any, Any, Any]] = (), **kwargs: Any
 ) -> None:
-    """Run this kernel and those in ``beside``, tuples of (kernel, grid, arguments), to their end.
+    """Run this kernel, and at the same time those in ``beside``: (kernel, grid, arguments) each.
 
     Without a scheduler, the launches run one after another.
     """

@@ -31,7 +31,7 @@ def round_to_bfloat16(values: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
         1 + 3 * 2**-8 is in the middle of 0x3F81 and 0x3F82: the result is 0x3F82.
     """
     bits = values.astype(np.float32).view(np.uint32)
-    # Add 0x7FFF (a tie minus one) and the last kept bit: a tie carries only if this bit is 1.
+    # Add 0x7FFF (below half) and the last kept bit: a tie rounds up only if the bit is 1.
     rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     rounded = ((bits + rounding) >> np.uint32(16)).astype(np.uint16)
     return np.where(np.isnan(values), _NAN, rounded)

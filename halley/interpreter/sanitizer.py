@@ -37,7 +37,7 @@ class Allowed:
             _add_spans(argument, spans)
         spans.sort()
         self._starts = [start for start, _ in spans]
-        # Spans may overlap, so each end becomes the largest end of this and all earlier spans.
+        # Ranges may overlap: each end becomes the largest end of this and all earlier ranges.
         ends = np.array([end for _, end in spans], np.uint64)
         self._ends = np.maximum.accumulate(ends) if spans else ends
 
@@ -49,7 +49,7 @@ class Allowed:
         if addresses.size == 0:
             return
         num_bytes = interpreter._get_np_dtype(pointers.get_element_ty()).itemsize
-        # Fast path: if one span contains the lowest and the highest address, it contains them all.
+        # Fast path: if a range contains the lowest and highest address, it contains all others.
         index = bisect_right(self._starts, int(addresses.min())) - 1
         if index >= 0 and int(addresses.max()) + num_bytes <= int(self._ends[index]):
             return

@@ -216,7 +216,7 @@ class Scheduler:
             if self._runnable or self._at_barrier:
                 self._next().wake()
 
-        # Daemon threads, because nothing wakes them after Ctrl-C and Python must still exit.
+        # Use daemon threads: after Ctrl-C nothing wakes them, and Python must still exit.
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         return thread

@@ -92,7 +92,7 @@ def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: Inner) -
     found: list[StepGraphs] = []
 
     def split(joint: fx.GraphModule, *args: Any, num_fwd_outputs: int, **kwargs: Any) -> Any:
-        # Remove repeated waits first: then a saved value has one name in forward and backward.
+        # Remove waits on waits first: then a saved value has one name in forward and backward.
         remove_repeated_waits(joint.graph)
         forward, backward = min_cut_rematerialization_partition(
             joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs
@@ -127,7 +127,7 @@ def _run_nothing(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of a graph with equal node names; a loss gradient that is a result is cloned.
+    """Copy a graph with the same node names; clone the loss's gradient if the graph returns it.
 
     The gradient of the loss is an input. With the clone, a node computes each gradient.
     """

@@ -76,7 +76,7 @@ def cut_step(graphs: StepGraphs) -> tuple[Item, ...]:
 
 
 def _cut(graph: fx.Graph) -> tuple[list[_Draft], set[fx.Node]]:
-    """Divide a graph's nodes into item drafts; return them, and nodes that each reader copies.
+    """Divide nodes into drafts of items; return drafts, and nodes that each reader recomputes.
 
     A view joins the segment of its source, and a size the host item of its sources. In the order of
     the graph they may be anywhere, and would make segments need each other.
@@ -127,7 +127,7 @@ def _is_static(node: fx.Node) -> bool:
 
 
 def _is_shared(node: fx.Node, shared: set[fx.Node]) -> bool:
-    """Return whether items copy a node: a non-random one without sources, or a view of inputs.
+    """Return whether items copy a node: a view of inputs, or a non-random node without inputs.
 
     Tracing shares such a node between layers. Without the copies, of two equal layers only one
     would have a segment that makes the view, and their code would differ.
@@ -142,7 +142,7 @@ def _is_shared(node: fx.Node, shared: set[fx.Node]) -> bool:
 
 
 def _split_units(drafts: list[_Draft], shared: set[fx.Node]) -> list[_Draft]:
-    """Move weight-gradient GEMMs out of the segments of backward into units; return all drafts.
+    """Move weight-gradient GEMMs of backward from segments to "unit" drafts; return all drafts.
 
     A node may move into a unit if only outputs of the graph and other such nodes read it. Connected
     nodes of a segment are one unit, if a GEMM is among them: other nodes are cheaper in the kernels
@@ -189,7 +189,7 @@ def _finish(
     made: set[fx.Node],
     producers: dict[str, int],
 ) -> Item:
-    """Return the ``Item`` of a draft, with code and named values; add its nodes to ``made``.
+    """Return a draft's ``Item``, with graph and value names; add its nodes to ``made``.
 
     ``made`` are the nodes of earlier items. ``producers`` maps a value to its item's index.
     """

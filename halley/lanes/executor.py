@@ -19,7 +19,7 @@ Order = Sequence[tuple[int, int]]  # pairs of a microbatch and the index of an i
 
 @dataclass(frozen=True, kw_only=True)
 class _Action:
-    """An item of one microbatch in an order: its function, and which values later items read."""
+    """One item of one microbatch: its function, and which values are read by later items."""
 
     name: str  # of the span that the item records: microbatch, index and kind, as "0.3.wait"
     stream: str
@@ -86,7 +86,7 @@ class Executor:
         *,
         recorder: Recorder,
     ) -> list[torch.Tensor]:
-        """Run all microbatches; add gradients to ``.grad`` or call hooks; return one loss for each.
+        """Run all microbatches; add gradients to ``.grad`` or call hooks; return their losses.
 
         Args:
             inputs: inputs of forward and the gradient of the loss of each microbatch, by name.
@@ -94,7 +94,7 @@ class Executor:
         """
         values = [{**each} for each in inputs]
         gradients = _Gradients(parameters)
-        # Operators skip the autograd key, whose Python code for collectives takes time of the host.
+        # For collectives, the autograd key runs Python code, which takes host time: skip this key.
         # Autocast is off, because the graphs contain its casts already.
         with (
             torch.no_grad(),
@@ -108,7 +108,7 @@ class Executor:
     def _with_graphs(
         self, values: Sequence[dict[str, Any]], parameters: Sequence[Any]
     ) -> Iterable[_Action]:
-        """Return a step's actions; with ``captures``, CUDA graphs run those of ``can_capture``."""
+        """Return a step's actions; with ``captures``, run by CUDA graphs where ``can_capture``."""
         if not self._captures:
             return self._actions
         addresses = [each.data_ptr() for each in parameters if isinstance(each, nn.Parameter)]
@@ -183,7 +183,7 @@ def _run(
 @final
 @dataclass(eq=False)
 class _Gradients:
-    """Gives each parameter its gradients in the order of microbatches; holds back early ones.
+    """Adds each parameter's gradients by microbatch number; keeps those that come too early.
 
     So the sums are equal bit for bit to those of one microbatch after another.
     """

@@ -70,7 +70,7 @@ def schedules(
     num_microbatches: int,
     max_lanes: int,
 ) -> Iterator[tuple[int, bool, list[tuple[int, int]]]]:
-    """Yield some orders of a step's items, as (number of lanes, whether units move, order).
+    """Yield orders of a step's items: (number of lanes, whether units may wait, order).
 
     The first order runs one microbatch after another. Arguments as for ``plan_lanes``.
     """
@@ -116,7 +116,7 @@ def measured_durations(
 
 
 def predict(items: Sequence[Item], durations_us: Sequence[float], order: Order) -> GraphTime:
-    """Predict the times of a step that runs items in ``order``; arguments as for ``plan_lanes``."""
+    """Predict the times of a step that runs its items in ``order``."""
     num_microbatches = len({microbatch for microbatch, _ in order})
     operations = [
         Operation(
@@ -202,7 +202,7 @@ class _ListScheduler:
         return min(ready, key=lambda lane: self.position[lane] + lane * self.lag)
 
     def _advance(self, lane: int) -> None:
-        """Issue a microbatch's items up to its next wait for rows; defer units that may move."""
+        """Issue a microbatch's items up to a wait for rows; defer units if ``moves_units``."""
         first = self.position[lane]
         for index in range(first, len(self.items)):
             item = self.items[index]

@@ -99,7 +99,7 @@ class LaneStep:
 
     @property
     def plan(self) -> LanePlan | None:
-        """The plan for the graphs of the last step; None until made, and if there is a fallback."""
+        """The plan for the graphs of the last step; None before planning or with a fallback."""
         return None if self._last is None else self._last.plan
 
     @property

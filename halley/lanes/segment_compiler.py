@@ -19,7 +19,7 @@ from halley.lanes.capture import Inner
 from halley.lanes.cut import Item
 
 
-# Function that runs an item's code: it may empty its list of arguments, and returns the results.
+# A function that runs an item's code; it returns the results and may empty its argument list.
 Call = Callable[[list[Any]], Sequence[Any]]
 
 
@@ -116,11 +116,11 @@ def _compile(code: fx.GraphModule) -> Call:
         return symbols[str(value)]
 
     inputs = [node.meta["val"] for node in code.graph.find_nodes(op="placeholder")]
-    # Constants of the code are real tensors, which the mode must allow beside fake ones.
+    # Code constants are real tensors; FakeTensorMode must allow them beside fake ones.
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
     with mode, torch.no_grad():
         values = [make(value) for value in inputs]
-        # No node of the code makes these symbols, so tracing must not look for one.
+        # These sizes come from inputs: tracing must not look for nodes that compute them.
         environment.ignorable_fresh_unbacked_symbols.clear()
         environment.pending_fresh_unbacked_symbols.clear()
         traced = make_fx(lambda *args: code(*args))(*values)

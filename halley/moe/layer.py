@@ -148,7 +148,7 @@ class GroupedExperts(nn.Module):
         return tensor if dim is None else dim.unstack(tensor)
 
     def without_replicas(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return ``gradient[l]`` of the local experts l that no lower rank holds, stacked."""
+        """Return the part of ``gradient`` for the local experts that no lower rank holds."""
         return gradient if self.replicas is None else gradient[self.replicas.first]
 
 
@@ -171,7 +171,7 @@ class MoEOutput(NamedTuple):
 
 
 class MoELayer(nn.Module):
-    """An MoE layer with process groups and strategy as arguments; ``halley.MoE`` builds both.
+    """An MoE layer that takes groups and strategy as arguments; ``halley.MoE`` builds them.
 
     Args:
         strategy: runs the routed experts; built for ``groups.ep`` and ``groups.tp_size``.
@@ -213,9 +213,9 @@ class MoELayer(nn.Module):
         run = {"groups": groups, "placement": placement, "recorder": recorder}
         self.experts = GroupedExperts(config, hidden_size, **run, **place)
         self.ep_rank = groups.ep_rank
-        # Tables from expert id to the replicas to which this rank may send a token, and to their
-        # number; None if ``experts.is_plain``. The placement determines both, so they are not in
-        # checkpoints.
+        # Tables by expert id: the replicas to which this rank may send a token, and how many they
+        # are. None if ``experts.is_plain``. Checkpoints omit both tables: the placement determines
+        # them.
         self.choices_EC: torch.Tensor | None
         self.num_choices_E: torch.Tensor | None
         tables = (None, None)

@@ -41,7 +41,7 @@ def model_sizes(config: ModelConfig, *, prefix: str = "", moe_prefix: str = "") 
 
 
 def training_bytes(config: RunConfig, *, num_ranks: int) -> int:
-    """Return a rank's least bytes: weights, gradients, optimizer, lm_head's input and output."""
+    """Return a rank's least memory: model, gradients, optimizer, lm_head's input and output."""
     itemsize = DTYPES[config.train.dtype].itemsize
     ep_size = config.ep_size or num_ranks
     number = num_parameters(config.model, ep_size=ep_size, tp_size=config.expert_tp_size)

@@ -86,7 +86,7 @@ class SoftmaxRouter(AbstractRouter):
 
 @final
 class SigmoidRouter(AbstractRouter):
-    """A router that chooses top-k experts by sigmoid plus bias, in the best expert groups only.
+    """A router: top-k of sigmoid scores plus bias, from each token's best router groups only.
 
     A bias, which ``update_bias`` changes, is added to the scores for the choice, but not for the
     weights. Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2. The score of a group is the sum

@@ -145,7 +145,7 @@ class MoETransformer(nn.Module):
 
 
 def _by_layer(config: ModelConfig, given: Sequence[_T] | None, *, name: str) -> dict[int, _T]:
-    """Map each MoE layer's index in the model to its item of ``given``; return {} for None."""
+    """Map the index of each MoE layer to its element of ``given``; return {} for None."""
     if given is None:
         return {}
     layers = [index for index in range(config.num_layers) if config.is_moe_layer(index)]

@@ -22,7 +22,7 @@ from halley.ops.traceable_routing import sort_slots
 
 @final
 class NodeTables:
-    """Two lookup tables by expert id: the other node that has the expert, and its id in this node.
+    """Tables by expert id: its node, if that is another one; its id in this node, if it is here.
 
     ``num_experts`` is E'. One lookup takes the place of several operations on the device.
 
@@ -40,7 +40,7 @@ class NodeTables:
         self.own_id = torch.where(node == nodes.node, expert % num_experts, DROPPED)
 
     def keep_own(self, routing: Routing) -> Routing:
-        """Return ``routing`` with ids within this node; slots of other nodes become ``DROPPED``.
+        """Return ``routing`` with ids within this node; other nodes' experts become ``DROPPED``.
 
         The result has min(K, E') slots for each token: no token has more experts in a node.
         """
@@ -115,7 +115,7 @@ def plan_crossing(
 
 
 def cross_all(tables: NodeTables, *, num_tokens: int, num_chunks: int) -> Crossing:
-    """Return the crossing in which each rank sends all ``num_tokens`` tokens to each other node."""
+    """Return the ``Crossing`` of a layer in which each rank sends all tokens to each other node."""
     nodes, device = tables.nodes, tables.own_id.device
     others = [node for node in range(nodes.num_nodes) if node != nodes.node]
     bounds = [num_tokens * chunk // num_chunks for chunk in range(num_chunks + 1)]

@@ -143,10 +143,10 @@ class _Run(torch.autograd.Function):
 
 
 def concat_in_place(buffer_ND: torch.Tensor, slices: list[torch.Tensor]) -> torch.Tensor:
-    """Return ``buffer_ND`` as the concatenation of its slices, without a copy; differentiable.
+    """Return ``buffer_ND``, which already holds ``slices``; its gradient is split among them.
 
-    The buffer requires no gradient. ``slices`` are consecutive slices of it that exchanges have
-    received, in total all rows.
+    The buffer itself requires no gradient. ``slices`` are consecutive views of it, in total all
+    rows, into which exchanges have written the rows that they received.
     """
     return _ConcatInPlace.apply(buffer_ND, *slices)  # pyright: ignore[reportReturnType]
 
@@ -239,7 +239,7 @@ class _ReduceScatterRows(torch.autograd.Function):
 
 @final
 class Replicas:
-    """Sums an expert's gradients over the ranks that hold it, or copies the lowest such rank's.
+    """Sums a replicated expert's gradients over its ranks, or copies those of the lowest rank.
 
     ``rank`` is this rank in the expert-parallel ``group``. The host waits in span "replicas.wait".
 
@@ -261,7 +261,7 @@ class Replicas:
         ranks_of = {place: placement.ranks_of(expert) for place, expert in enumerate(own)}
         firsts = [place for place, ranks in ranks_of.items() if ranks[0] == rank]
         self.first = torch.tensor(firsts, dtype=torch.int64, device=device)
-        # For each local index of an expert with several ranks: all ranks that hold it, ascending.
+        # By local index of each expert on several ranks: all ranks that hold it, ascending.
         self._ranks = {place: ranks for place, ranks in ranks_of.items() if len(ranks) > 1}
         # The gradients to exchange, as (other rank, local index), in order of rank. Two ranks both
         # order their common experts by expert id, so that sent and received gradients match.
@@ -282,7 +282,7 @@ class Replicas:
         return self._merge(gradients, _sum_into)
 
     def take_first(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return gradients; a replicated expert has those of its lowest rank. A collective.
+        """Return gradients; a replicated expert's come from its lowest rank. A collective.
 
         Gradients that were reduced again after ``sum`` may be rounded differently on each rank.
         """
@@ -321,7 +321,7 @@ class Replicas:
         assert work is not None
         with self.recorder.span("replicas.wait", stream="exposed"):
             work.wait()
-        # Not strict: without pairs, ``received`` is empty, and ``split`` still returns one piece.
+        # ``strict`` must be False: without pairs, ``split`` still returns one (empty) piece.
         pieces = zip(self._pairs, received.split(sum(sizes)), strict=False)
         return {pair: piece.split(sizes) for pair, piece in pieces}
 

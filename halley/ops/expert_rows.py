@@ -86,12 +86,12 @@ class _AddBias(torch.autograd.Function):
 
 
 def add_bias(x_RO: torch.Tensor, bias_LO: torch.Tensor, *, ends_L: torch.Tensor) -> torch.Tensor:
-    """Return each row plus its expert's bias, ``(R, O)``; ``ends_L`` as for ``apply_experts``."""
+    """Add its expert's bias to each row, ``(R, O)``; expert l's rows end at ``ends_L[l]``."""
     return _AddBias.apply(x_RO, bias_LO, ends_L)  # pyright: ignore[reportReturnType]
 
 
 def _expert_gemm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply each expert's rows by its matrix, as one operator; return ``(R, O)``.
+    """Multiply each row by its expert's matrix, in one operator; return ``(R, O)``.
 
     Differentiable; on a CPU, the result of a row does not depend on the other rows. ``rows`` are
     ``(R, I)``, and ``weights`` ``(L, I, O)`` of any strides; ``ends`` as for ``apply_experts``.
@@ -218,7 +218,7 @@ class _CombineTokens(torch.autograd.Function):
         num_tokens, top_k = weights.shape
         by_slot = rows.index_select(0, inverse).view(num_tokens, top_k, rows.shape[1])
         ctx.save_for_backward(by_slot, weights, slots)
-        # A (1, K) x (K, D) GEMM for each token: one pass over the rows, accumulated in float32.
+        # Multiply (1, K) by (K, D) for each token: one pass over the rows, summed in float32.
         return torch.bmm(weights.to(rows.dtype).unsqueeze(1), by_slot).squeeze(1)
 
     @staticmethod

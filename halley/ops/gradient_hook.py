@@ -12,7 +12,7 @@ import torch
 
 _HOOK = "gradient_ready_hook"
 _library = torch.library.Library("halley", "FRAGMENT")
-# A write to ``gradient`` is declared: otherwise compilers remove an operator that returns nothing.
+# Declare a write to ``gradient``: compilers remove an operator that neither returns nor writes.
 _library.define(
     "run_gradient_hook(Tensor(a!) gradient, Tensor parameter) -> ()",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),

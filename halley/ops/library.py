@@ -71,7 +71,7 @@ def _compiles_kernels() -> bool:
 
 
 def _opaque(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper of ``run`` that Dynamo never traces into, not even outside of its graphs.
+    """Return a wrapper of ``run``: Dynamo traces neither ``run`` nor functions it calls.
 
     The wrapper does not import Dynamo itself, because that takes seconds and imports Triton. Before
     Triton's first import, ``halley.interpreter`` must have chosen how kernels run.

@@ -29,7 +29,7 @@ def _sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
 def _take_slots(
     topk_idx: torch.Tensor, used: torch.Tensor, limit: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which slots each expert keeps, until ``used`` reaches ``limit``; and the new ``used``.
+    """Return which slots experts keep, up to ``limit`` with earlier ones; and new ``used``.
 
     First choices of all tokens come before second choices; within a choice, tokens are in order.
     ``used`` is the number of slots that earlier tokens requested from each expert, int64 ``(E,)``;
@@ -52,14 +52,14 @@ def _take_slots(
     is_chosen = experts == torch.arange(used.shape[0], device=used.device)[:, None]
     position = (is_chosen.cumsum(1) + used[:, None]).gather(0, experts[None])[0]
     kept = (position <= limit).view(topk_idx.t().shape).t()
-    # A clone: for top-1, contiguous() would keep strides that differ from the fake result's.
+    # Use ``clone``: for top-1, ``contiguous`` would keep strides that the fake result lacks.
     return kept.clone(memory_format=torch.contiguous_format), used + is_chosen.sum(1)
 
 
 def _take_slots_by_weight(
     topk_idx: torch.Tensor, weights: torch.Tensor, num_experts: int, limit: int
 ) -> torch.Tensor:
-    """Return which slots each expert keeps, by choice, then by the token's largest weight.
+    """Return which slots experts keep: by choice, then tokens of largest weight first.
 
     Tokens of equal weight are in order of index. Returns whether a slot is kept, bool ``(T, K)``.
 
@@ -153,7 +153,7 @@ def _group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]
         from halley.ops.kernels import route
 
         return route.group_rows(counts, num_rows)
-    # A clone: contiguous() can return a view of the input, which an operator must not return.
+    # Use ``clone``: ``contiguous`` may return a view of the input, which operators must not return.
     by_expert = counts.t().clone(memory_format=torch.contiguous_format)
     ends_WL = counts.flatten().cumsum(0).view_as(counts)
     ends_LW = by_expert.flatten().cumsum(0).view_as(by_expert)
@@ -165,7 +165,7 @@ def _group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]
 
 
 def _of_segment(values: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return, for each row, the value of the segment of consecutive rows that has the row."""
+    """Return ``values[s]`` for each row, where s is the segment of rows that contains it."""
     segments = torch.searchsorted(ends.flatten(), rows, right=True)
     return values.flatten().index_select(0, segments)
 
@@ -261,7 +261,7 @@ permute_rows = define(
 def capacity_rows(
     topk_idx: torch.Tensor, *, num_experts: int, capacity: int
 ) -> tuple[torch.Tensor, ...]:
-    """Return each row's slot and each slot's row if every expert has ``capacity`` rows, C.
+    """Map rows to slots and slots to rows, with ``capacity`` rows (here C) for each expert.
 
     The slots of an expert are in its first rows. Returns the slot of each row ``(E * C,)``, whether
     it has one ``(E * C, 1)``, the row of each slot ``(T * K,)``, whether it has one ``(T * K, 1)``.

@@ -98,7 +98,7 @@ class Wire:
     def launch_to_experts(
         self, exchange: Exchange, rows_CX: torch.Tensor, *, chunk: int, backward: bool
     ) -> None:
-        """Start to send a chunk's rows, or gradients of their sums, to the nodes of the experts."""
+        """Start to send a chunk's rows, or gradients of partial sums, to the experts' nodes."""
         num_rows = self.recv_sizes[chunk]
         buffer = rows_CX.new_empty(_pad_rows(num_rows), rows_CX.shape[1])
         if len(buffer) > num_rows:
@@ -114,7 +114,7 @@ class Wire:
     def launch_to_tokens(
         self, exchanges: list[Exchange], rows_RX: torch.Tensor, *, chunk: int, backward: bool
     ) -> None:
-        """Start to return sums of a chunk, or gradients of its rows, to the nodes of the tokens.
+        """Start to return a chunk's partial sums, or gradients of rows, to the tokens' nodes.
 
         The rows of ``exchanges``, those of all chunks, arrive in one buffer.
         """
@@ -130,7 +130,7 @@ class Wire:
         exchanges[chunk].launch(rows_RX[: self.recv_sizes[chunk]], backward=backward)
 
     def finish_to_tokens(self, exchanges: list[Exchange], *, backward: bool) -> torch.Tensor:
-        """Wait for all chunks; return received rows and a last row, zero if ``row_TN`` is set."""
+        """Wait for all chunks; return their rows, then one more (zeros if ``row_TN`` is set)."""
         for exchange in exchanges:
             exchange.finish(backward=backward)
         return self._buffers.pop(exchanges[0])
@@ -159,7 +159,7 @@ def _dequantize(codes: torch.Tensor, scale: torch.Tensor, *, dtype: torch.dtype)
 
 
 def _pad_rows(num_rows: int) -> int:
-    """Return ``num_rows`` rounded up, to one of at most 16 sizes per factor of two."""
+    """Round a row count up by at most 1/16, so that few different sizes occur."""
     step = 1 << max(3, num_rows.bit_length() - _PADDED_BITS)
     return -(-num_rows // step) * step
 
@@ -202,7 +202,7 @@ class _SendRows(torch.autograd.Function):
         for chunk, (words_CX, rows_CD) in enumerate(pairs):
             for exchange, part in ((wire.words[chunk], words_CX), (wire.tokens[chunk], rows_CD)):
                 wire.launch_to_experts(exchange, part, chunk=chunk, backward=False)
-        # The returned scalars only link this node to ``_ReceiveRows`` in the autograd graph: then
+        # The scalars only link ``_SendRows`` to ``_ReceiveRows`` in the autograd graph: then
         # autograd runs both backward passes in order. The wire's buffers hold the rows.
         return tuple(x_TD.new_zeros(()) for _ in sizes)
 

@@ -58,7 +58,7 @@ class Layout:
 def plan_layouts(
     model: ModelConfig, cluster: Cluster, *, num_tokens: int, num_microbatches: int = 1
 ) -> list[Layout]:
-    """Return all layouts, those that fit the memory first, each part from fastest to slowest.
+    """Return all layouts, from fastest to slowest; those that do not fit the memory come last.
 
     Routing is balanced and tensors are bfloat16. The reduction of gradients is taken to use the
     time in which the network is idle; it is exposed where it takes longer than that.
@@ -77,7 +77,7 @@ def plan_layouts(
 
 
 def explain(layouts: list[Layout]) -> str:
-    """Return sentences about the first layout and the best of the other kind.
+    """Compare, in sentences, the first layout with the best layout of the other kind.
 
     The kinds are experts inside each node, and experts across nodes.
     """
@@ -108,7 +108,7 @@ def describe(layout: Layout) -> str:
 
 
 def _list_sizes(model: ModelConfig, cluster: Cluster) -> Iterator[tuple[int, int]]:
-    """Yield each possible (ep_size, tp_size): ranks that hold all experts, ranks that split one.
+    """Yield possible (ep_size, tp_size): ranks that hold all experts, ranks that hold one.
 
     The ranks are a part of one node, or whole nodes that divide the cluster.
     """
@@ -151,7 +151,7 @@ def _list_strategies(
 
     rate = hardware.link_bytes_per_s
     if num_nodes > 1 and hardware.network_bytes_per_s:
-        # Of the rows that leave a rank, this share leaves the node. The others use the link beside.
+        # Of the rows for other ranks, this share is for other nodes. The rest uses the link.
         share = (ep_size - local) / (ep_size - 1)
         rate = min(rate, hardware.network_bytes_per_s / share)
     predictor = Predictor(dataclasses.replace(hardware, link_bytes_per_s=rate))
@@ -189,7 +189,7 @@ def _predict(
     send_us = predictor.network_us if cluster.num_nodes > 1 else predictor.all_to_all_us
     reduce_us = send_us(crossing) / num_microbatches if copies > 1 else 0.0
     end_us = max(span.end_us for span in spans)
-    # The exchanges of a layer across nodes use the network; those inside a node leave it idle.
+    # Only "rail" spans of hierarchical layers use the network; in others, all exchanges do.
     sent = [span for span in comm if strategy != "hierarchical" or span.name.startswith("rail")]
     busy_us = total_us(sent) if num_nodes > 1 else 0.0
     layer_us = max(end_us, busy_us + reduce_us)

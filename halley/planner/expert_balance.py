@@ -1,13 +1,13 @@
 """From counted loads, plan which experts each rank holds: choose replicas, then pack them on ranks.
 
 Source: the global policy of DeepSeek's expert-parallelism load balancer (EPLB,
-github.com/deepseek-ai/EPLB, MIT). Each spare slot goes to the expert with the most load per
+github.com/deepseek-ai/EPLB, MIT). Each spare place goes to the expert with the most load per
 replica. Then the replicas are packed, heaviest first, each on the least loaded rank with a free
-slot (longest processing time first: Graham, SIAM J. Appl. Math. 17, 1969).
+place (longest processing time first: Graham, SIAM J. Appl. Math. 17, 1969).
 
-Halley differs in four points. A rank never holds an expert twice. Some spare slots may go to idle
+Halley differs in four points. A rank never holds an expert twice. Some spare places may go to idle
 experts. After packing, replicas are swapped and replaced as long as this reduces the load of the
-most loaded rank. Spare slots stay unused if they do not reduce that load.
+most loaded rank. Spare places stay unused if they do not reduce that load.
 """
 
 import math
@@ -27,7 +27,7 @@ def plan_placement(counts_E: Sequence[float], *, num_ranks: int, spare: int) -> 
 
     The plan assumes that the replicas of an expert share its load equally
     (``core.placement.choose_replicas``). It is never worse than the plain placement, nor than the
-    plan with fewer spare slots. Spare slots need memory, so each rank gets one more only if this
+    plan with fewer spare places. Spare places need memory, so each rank gets one more only if this
     reduces the largest load by more than a thousandth of the mean load.
 
     Args:
@@ -54,7 +54,7 @@ def plan_placement(counts_E: Sequence[float], *, num_ranks: int, spare: int) -> 
 
 
 def check_spare(num_experts: int, *, num_ranks: int, spare: int) -> int:
-    """Return how many experts a rank holds without spare slots, ``ceil(E / W)``; check the numbers.
+    """Check the numbers; return how many experts a rank holds without spares, ``ceil(E / W)``.
 
     Raises a ``ValueError`` if a number is out of range, or ``ceil(E / W) + spare`` is more than E.
     """
@@ -121,8 +121,8 @@ def _pack(
             fitting = [r for r in without if r in free]
             rank = min(fitting or without, key=lambda r: loads[r])
             if not fitting:
-                # All ranks with a free slot already hold the expert. So a full rank gets it, and
-                # one expert of that rank moves to a free slot.
+                # All ranks that are not full already hold the expert. So a full rank gets it, and
+                # gives one of its experts to another rank.
                 moved = min(ranks[rank] - ranks[free[0]], key=lambda e: shares_E[e])
                 ranks[rank].remove(moved)
                 ranks[free[0]].add(moved)
@@ -155,7 +155,7 @@ def _improve(ranks: list[set[int]], counts_E: Sequence[float]) -> bool:
         return True
     replacement = least_gain, 0, 0
     for removed in [expert for expert in ranks[top] if num_E[expert] > 1]:
-        # Other ranks with the removed expert get more load, those with the added one less.
+        # Other ranks with ``removed`` get more load; other ranks with ``added`` get less.
         more = counts_E[removed] / (num_E[removed] - 1) - counts_E[removed] / num_E[removed]
         for added in set(range(len(counts_E))) - ranks[top]:
             share = counts_E[added] / (num_E[added] + 1)

@@ -68,8 +68,8 @@ class AllGatherStrategy(AbstractStrategy):
         with self.recorder.span("dispatch.wait", stream="exposed"):
             x_AD = all_gather_rows(x_TD, max_rows=max_rows, group=self.group)
             weights_AK = all_gather_rows(weights_TK, max_rows=max_rows, group=self.group)
-            # The all-gather pads with 0, which is an expert id. So ids are gathered plus 1, and
-            # subtracting 1 makes the padding DROPPED (-1).
+            # The all-gather pads with 0, a valid expert id. So each rank sends id + 1. Subtracting
+            # 1 turns the padding into DROPPED (-1).
             idx_AK = all_gather_rows(idx_TK - DROPPED, max_rows=max_rows, group=self.group)
             idx_AK = idx_AK + DROPPED
         with self.recorder.span("route"):
@@ -109,7 +109,7 @@ def all_gather_tasks(shape: LayerShape, predictor: Predictor) -> list[Task]:
     route_us = predictor.memory_us(16.0 * rows * shape.ep_size, num_ops=12)
     num_local = local_experts(shape.num_experts, ep_size=shape.ep_size)
     forward_us, backward_us = experts_us(shape, predictor, num_rows=rows, num_groups=num_local)
-    # Each rank sums over the slots of all tokens, most of which have no row on this rank.
+    # The sum reads the slots of all ranks' tokens, also slots that have no row on this rank.
     sum_us = predictor.memory_us(2.0 * rows * shape.ep_size * hidden_bytes, num_ops=2)
     return [
         comm_task("dispatch", link_us, needs=""),

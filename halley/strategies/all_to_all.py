@@ -51,8 +51,8 @@ from halley.ops.expert_rows import (
 from halley.strategies.base import AbstractStrategy, Lockstep, check_inputs, experts_us
 
 
-# A function of rows sorted by expert, (R, D), and ``ends_L``, the end of each expert's rows, (L,)
-# int32, that returns the expert output of each row, (R, D).
+# Type of a function that returns the expert output of each row, (R, D). Its arguments are rows
+# sorted by expert, (R, D), and the end of each expert's rows, (L,) int32.
 ComputeRows = Callable[..., torch.Tensor]
 
 _BMM = 3.8  # time in which ``bmm`` reads rows, over that of other kernels: docs/LOG.md
@@ -119,7 +119,7 @@ class AllToAllStrategy(AbstractStrategy):
             return self.num_chunks
         num_tokens = int(starts_WE1[:, -1].sum()) // (self.ep_size * top_k)
         shape = LayerShape(
-            # Rounded up to a power of two, so that few shapes are simulated.
+            # The next power of two, so that few different shapes are simulated.
             num_tokens=1 << max(num_tokens - 1, 0).bit_length(),
             hidden_size=experts.down_LDF.shape[1],
             intermediate_size=experts.down_LDF.shape[2],
@@ -198,7 +198,7 @@ def _run_one_chunk(
     group: dist.ProcessGroup | None,
     recorder: Recorder,
 ) -> torch.Tensor:
-    """Dispatch, run experts and combine, in one chunk; return each row's output, 0 if dropped."""
+    """Exchange rows in one chunk and run the experts; return ``(N, D)``, 0 for dropped slots."""
     (plan,), (compute,) = plans, experts
     num_dropped = rows_ND.shape[0] - plan.num_send
     sent_ND = rows_ND[: plan.num_send] if num_dropped else rows_ND
@@ -277,7 +277,7 @@ def _split_experts(experts: Experts, sizes: list[int]) -> list[ComputeRows]:
 def _start_table(
     keys_N: torch.Tensor, *, num_experts: int, group: dist.ProcessGroup | None
 ) -> Callable[[], np.ndarray]:
-    """All-gather where each expert's rows begin; return a function that waits for the table.
+    """All-gather the row numbers at which experts begin; return a function that waits for them.
 
     The table, ``(W, E + 1)`` int64 on the host, has the ``expert_starts`` of each rank.
     """
@@ -285,7 +285,7 @@ def _start_table(
     host_WE1 = starts_WE1.to("cpu", non_blocking=True)
     if not starts_WE1.is_cuda:
         return host_WE1.numpy
-    # The host waits for this event only, not for the work that it queues after the copy.
+    # ``read`` waits for this event, so for the copy, but not for work queued after the copy.
     copied = torch.cuda.Event()
     copied.record()
 
@@ -299,10 +299,10 @@ def _start_table(
 def _copy_order(
     plan: DispatchPlan, *, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the received rows' order by expert, its inverse, each expert's end, on ``device``."""
+    """Return the order by expert of received rows, its inverse, and the end of each expert."""
     num_local, num_recv = plan.num_local, plan.num_recv
-    # On a GPU, rows are in flight while the host computes the order. The memory is pinned, because
-    # for a copy from pageable memory the host would wait for the all-to-all.
+    # The host computes the order while the all-to-all runs. It does so in pinned memory: a copy
+    # from pageable memory would make the host wait for the all-to-all.
     host = torch.empty(
         num_local + 2 * num_recv, dtype=torch.int32, pin_memory=device.type == "cuda"
     )
@@ -329,7 +329,7 @@ def all_to_all_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int
         moved = rows * size / num_local
         exchange_us.append(predictor.all_to_all_us(moved * row_bytes * (1 - 1 / shape.ep_size)))
         experts.append(experts_us(shape, predictor, num_rows=moved, num_groups=size))
-    # Autograd concatenates the weight gradients of chunks.
+    # Autograd concatenates the weight gradients of several chunks: count the time of the copy.
     num_weights = num_local * (shape.up_size + shape.intermediate_size) * shape.hidden_size
     concat_us = predictor.memory_us(2.0 * num_weights * shape.itemsize) if is_split else 0.0
     tasks: list[Task] = []

@@ -169,7 +169,7 @@ class Lockstep:
         return y_TD
 
     def _compare_passes(self, number: int, group: dist.ProcessGroup) -> None:
-        """Raise RuntimeError unless all ranks begin the same pass; ``number`` < 0 is backward."""
+        """Raise RuntimeError unless all ranks begin pass ``number``, backward if negative."""
         if self._guard is None:
             self._guard = _open_guard(group)
         own = torch.tensor([number])
@@ -192,7 +192,7 @@ class Lockstep:
 
 def _open_guard(group: dist.ProcessGroup) -> Any:
     """Return a gloo process group of the same ranks, used only to compare passes; a collective."""
-    # A new group: in the user's group, another collective of equal size could match a comparison.
+    # Compare in a new group: in the user's group, another collective could match a comparison.
     store, rank = group.get_group_store(), dist.get_rank(group)
     number = store.add(f"halley/guards/{rank}", 1)
     own_store = PrefixStore(f"halley/guard/{number}", store)
@@ -225,7 +225,7 @@ def gemms_us(
 def experts_us(
     shape: LayerShape, predictor: Predictor, *, num_rows: float, num_groups: int
 ) -> tuple[float, float]:
-    """Return predicted forward and backward durations of a rank's experts, with reordered rows."""
+    """Return predicted forward and backward us of a rank's experts and of the row reordering."""
     gemm_us = _EAGER * sum(gemms_us(shape, predictor, num_rows=num_rows, num_groups=num_groups))
     column_us = num_rows * shape.itemsize / predictor.hardware.fused_bytes_per_s * 1e6
     # Numbers of (R, F) tensors that the activation's kernels read and write, forward and backward.

@@ -43,8 +43,8 @@ from halley.strategies.base import (
 _MAX_RANKS = 31  # kernels keep sets of ranks as bits of an int32
 _MAX_EXPERTS = 2**15 - 1  # kernels pack an expert id with 16 other bits into an int32
 _MAX_TOP_K = 64
-# For predictions, see docs/predictions.md: time of a copy into the send buffer over that of a copy,
-# rate of pushes over that of NCCL, time of SMs per time of communication, operations by the host.
+# Factors of predicted times (docs/predictions.md): send-buffer copy over plain copy, rate of stores
+# to peers over NCCL's, SM time per communication time; host operations of forward and backward.
 _PUBLISH, _PUSH, _BESIDE, _NUM_OPS, _NUM_BACKWARD_OPS = 3.0, 1.1, 0.37, 3, 9
 _ROW_ALIGNMENT = 16  # bytes, required by TMA for each row
 _DTYPES = {
@@ -151,8 +151,8 @@ class FusedStrategy(AbstractStrategy):
     def _check(
         self, x_TD: torch.Tensor, routing: Routing, experts: Experts, *, backward: bool
     ) -> None:
-        """Check inputs. In eager GPU code, check only new kinds of inputs, and compile for them."""
-        # Dynamo guards on state that it reads, so it would retrace when the set ``_checked`` grows.
+        """Check inputs. Eager GPU calls check only new kinds of inputs, and compile for them."""
+        # Dynamo guards on state that it reads: it would retrace when the set ``_checked`` grows.
         if torch.compiler.is_compiling() or not x_TD.is_cuda:
             self._check_all(x_TD, routing, experts)
             return

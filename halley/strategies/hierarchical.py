@@ -137,7 +137,7 @@ class HierarchicalStrategy(AbstractStrategy):
     def _pad_tokens(
         self, x_TD: torch.Tensor, routing: Routing, tables: NodeTables
     ) -> tuple[torch.Tensor, Routing, Crossing]:
-        """Pad to the first call's most tokens (a collective); return them, routing and crossing."""
+        """Pad tokens and routing to the most tokens of any rank in the first call; a collective."""
         idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
         num_tokens = len(x_TD)
         kind = (x_TD.shape[1], x_TD.dtype, idx_TK.shape[1], tables.num_experts)
@@ -171,7 +171,7 @@ def _run_parts(
     wire: Wire,
     started: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
-    """Run own and received tokens in a pipeline's order; return own tokens' sums over all nodes.
+    """Run a pipeline's parts in order; return the sums of own tokens over all nodes.
 
     ``own`` is the routing of own tokens in this node, ``started`` the result of ``Wire.send_rows``.
     """

@@ -120,7 +120,7 @@ def _list_pass(
 
 
 def _rename(tasks: list[Task], suffix: str, *, needs: str) -> list[Task]:
-    """Return renamed copies of tasks; those that wait for no other of them wait for ``needs``."""
+    """Return renamed copies of tasks; a task that waited for none of them waits for ``needs``."""
     names = {task.name for task in tasks}
     return [
         replace(

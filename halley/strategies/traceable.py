@@ -111,7 +111,7 @@ class TraceableStrategy(AbstractStrategy):
         send_splits: list[int] | None = None,
         recv_splits: list[int] | None = None,
     ) -> torch.Tensor:
-        """Run an all-to-all of rows; without splits, sizes are equal and there is no gradient."""
+        """Exchange rows in an all-to-all; without given splits: equal parts, no gradient."""
         if self.group is None:
             return rows_NX
         exchange = fc.all_to_all_single if send_splits is None else fc.all_to_all_single_autograd
@@ -136,7 +136,7 @@ def find_one_rank_problem(experts: Experts) -> str:
 
 
 def run_on_one_rank(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
-    """Return weighted sums over one rank's experts, ``(T, D)``; ``torch.compile`` gets one graph.
+    """Run the experts of one rank, traceable as one graph; return weighted sums, ``(T, D)``.
 
     The host reads nothing, and no size depends on data. So dropped slots have rows too, after all
     other rows, and no expert multiplies them. Differentiable as ``AbstractStrategy.forward``, with

@@ -168,8 +168,8 @@ def _triton_gemms(counts_L: torch.Tensor, tensors: LayerTensors) -> Callable[[],
     from halley.ops.kernels.grouped_gemm import grouped_gemm
     from halley.ops.kernels.tiles import GemmTile
 
-    # The store of one tile overlaps the loads of the next, so it needs a buffer of its own in
-    # shared memory. To make space for the buffer, the pipeline has three stages instead of four.
+    # One tile is stored while the next one is loaded, so the store needs its own shared memory. The
+    # loads use three pipeline stages instead of four, to make room for it.
     tile = GemmTile(num_stages=3)
     device, weights = counts_L.device, tensors.experts
     tiles_L = (counts_L + _BLOCK_M - 1) // _BLOCK_M
@@ -207,7 +207,7 @@ def measure_link(groups: ParallelGroups, *, device: torch.device) -> float:
 
 
 def wire_us(tensors: LayerTensors, *, link_bytes_per_s: float) -> float:
-    """Return a dispatch's least time in us, by the most loaded rank's link. Call it on all ranks.
+    """Return the us in which the most loaded link sends or receives its rows. A collective.
 
     Combine needs the same time: it returns one row per (token, destination rank). A token is sent
     once to each destination rank, even if several of its experts are there. The larger of the sent
@@ -218,7 +218,7 @@ def wire_us(tensors: LayerTensors, *, link_bytes_per_s: float) -> float:
         return 0.0
     set_TK = tensors.routed().topk_idx_TK // tensors.experts.num_local_experts
     num_sets = groups.ep_size // groups.tp_size
-    # One mask column per tensor-parallel group, whose ranks hold slices of the same experts.
+    # One column of ``is_sent`` per tensor-parallel group: its ranks hold slices of equal experts.
     is_sent = torch.zeros(set_TK.shape[0], num_sets, device=set_TK.device)
     is_sent.scatter_(1, set_TK, 1.0)
     rows_W = is_sent.sum(0).repeat_interleave(groups.tp_size)

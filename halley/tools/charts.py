@@ -121,7 +121,7 @@ def draw_layer_bench(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_sweeps(found: "Sequence[TunedConfig]", path: Path) -> None:
-    """Draw the change of a layer's time by each measured setting, in %: a PNG, a panel per layer.
+    """Draw how each measured setting changes a layer's time, in %: a PNG, a panel per layer.
 
     A ``ValueError`` means that no setting was measured.
     """
@@ -148,7 +148,7 @@ def draw_sweeps(found: "Sequence[TunedConfig]", path: Path) -> None:
 
 
 def gains(tuned: "TunedConfig") -> list[tuple[str, float]]:
-    """Return pairs: a setting, and % more time than with the best settings tuned before it."""
+    """Return (setting, % more time than the best settings tuned before it) pairs."""
     return [
         (setting, 100.0 * (duration_us / sweep[""] - 1.0))
         for sweep in tuned.sweeps.values()
@@ -198,7 +198,7 @@ def _lay_out(title: str, spans: Sequence[Span]) -> list[_Lane]:
 
 
 def _rows_of_rank(spans: list[Span]) -> list[tuple[str, list[Span]]]:
-    """Return (label, bars) of each lane of a rank; the label is its stream, or "" if repeated."""
+    """Return (label, bars) of a rank's lanes; only a stream's first lane has a label."""
     by_stream: dict[str, list[Span]] = {}
     for span in spans:
         stream = "compute" if span.stream == "exposed" else span.stream

@@ -137,7 +137,7 @@ def check_strategy(
 
 
 def parse_topology(text: str) -> dict[tuple[int, int], str]:
-    """Return links by pair of GPU indices of nvidia-smi, from the text of ``nvidia-smi topo -m``.
+    """Parse the text of ``nvidia-smi topo -m``: links by pair of nvidia-smi's GPU indices.
 
     Example: the row ``GPU0  X  NV18  PHB`` gives {(0, 1): "NV18", (0, 2): "PHB"}.
     """
@@ -204,7 +204,7 @@ def _links() -> list[Link]:
 
 
 def _smi_indices() -> dict[int, int]:
-    """Return nvidia-smi's index of each GPU by torch's: only torch obeys CUDA_VISIBLE_DEVICES."""
+    """Return nvidia-smi's GPU index by torch's. Only torch's depend on CUDA_VISIBLE_DEVICES."""
     answer = _ask_smi("--query-gpu=index,uuid", "--format=csv,noheader")
     pairs = re.findall(r"^(\d+), (?:GPU-)?(\S+)$", answer, re.MULTILINE)
     index_of = {uuid: int(index) for index, uuid in pairs}

@@ -137,7 +137,7 @@ def _check_values(
     *,
     on_progress: Callable[[int, int], None],
 ) -> dict[str, tuple[float, bool]]:
-    """Return each candidate's largest relative error, and whether its bits match; a collective.
+    """Return each largest error, and whether equal GEMMs give equal bits; a collective.
 
     Forward without gradients must also give the bits of forward with gradients.
     """
@@ -279,7 +279,7 @@ def _row(
 
 
 def _link_name(device: torch.device) -> str | None:
-    """Return the link by NCCL_* variables: "sockets", "channels" (one), "nvlink"; None on a CPU."""
+    """Return "sockets", "channels" or "nvlink", as NCCL_* variables say; None on a CPU."""
     if device.type != "cuda":
         return None
     if os.environ.get("NCCL_NET") == "Socket" and "NCCL_HOSTID" in os.environ:

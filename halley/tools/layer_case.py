@@ -31,8 +31,8 @@ class LayerCase:
     skew: str = "balanced"  # load of the experts, in the syntax of ``skew.parse_load``
     dtype: torch.dtype = torch.bfloat16  # of tokens and expert weights
     seed: int = 0  # of tokens, weights and routing
-    # Most experts that a rank may hold beyond ``ceil(E / W)``, in a placement that is planned for
-    # the drawn routing; None for the plain placement.
+    # Spare experts that a rank may hold beyond ``ceil(E / W)``, in a placement planned for the
+    # drawn routing. None for the placement without planning.
     spare: int | None = None
 
 
@@ -61,7 +61,7 @@ class LayerTensors:
     to_replicas: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def run(self, strategy: AbstractStrategy) -> torch.Tensor:
-        """Run the strategy; return the layer's output. Its backward sums gradients of replicas."""
+        """Run the strategy; return the layer's output. Backward sums gradients over replicas."""
         experts = self.experts
         if self.replicas is not None:
             experts = share_gradients(experts, self.replicas)
@@ -166,7 +166,7 @@ def _draw_experts(
 def outputs_of(
     strategy: AbstractStrategy, tensors: LayerTensors, *, backward: bool = True
 ) -> list[torch.Tensor]:
-    """Run a strategy; return its output, and if ``backward`` gradients of ``tensors.leaves()``."""
+    """Run a strategy; return its output, and with ``backward`` the gradients of the leaves."""
     if not backward:
         with torch.no_grad():
             return [tensors.run(strategy)]
@@ -176,7 +176,7 @@ def outputs_of(
 
 
 def reference_outputs(tensors: LayerTensors) -> list[torch.Tensor]:
-    """Return correct values of ``outputs_of`` with backward, by ``core/reference.py``; collective.
+    """Compute the output and gradients by ``core/reference.py``; a collective.
 
     Each rank runs its own experts (or shards of them) for the tokens of all ranks. An all-reduce
     sums the partial outputs.
@@ -186,7 +186,7 @@ def reference_outputs(tensors: LayerTensors) -> list[torch.Tensor]:
     idx_AK = _gather(tensors.routing.topk_idx_TK, groups)
     weights_AK = _gather(tensors.routing.topk_weights_TK.detach(), groups).requires_grad_()
     experts, grad_AD = tensors.experts, _gather(tensors.grad_TD.float(), groups)
-    # Ranks of a tensor-parallel group hold slices of the same experts, so they share a set index.
+    # A set is a tensor-parallel group: its ranks hold slices of the same experts and get one index.
     own_set, num_sets = groups.ep_rank // groups.tp_size, groups.ep_size // groups.tp_size
     placement = tensors.placement or ExpertPlacement.plain(
         tensors.counts_WE.shape[1], num_ranks=num_sets
@@ -194,16 +194,16 @@ def reference_outputs(tensors: LayerTensors) -> list[torch.Tensor]:
     local = placement.experts_WL[own_set]
 
     def run_experts(chosen: Sequence[int]) -> torch.Tensor:
-        # Slots of other experts count as dropped. The last element stays DROPPED: the id -1 of a
-        # dropped slot selects it.
+        # Slots of experts not in ``chosen`` count as dropped. Index -1 of a dropped slot selects
+        # the last element, which is DROPPED.
         local_idx_E = torch.full((placement.num_experts + 1,), DROPPED, device=idx_AK.device)
         for expert in chosen:
             local_idx_E[expert] = local.index(expert)
         routing = Routing(topk_idx_TK=local_idx_E[idx_AK], topk_weights_TK=weights_AK)
         return moe_reference(x_AD, routing, experts)
 
-    # Only the first replica of an expert adds to the output. But the gradient of each replica is
-    # that of all tokens of the expert.
+    # Only one replica of an expert adds to the output, or it would count twice. But each replica
+    # gets the gradient of all tokens of the expert.
     first = [expert for expert in local if placement.ranks_of(expert)[0] == own_set]
     y_AD = run_experts(first)
     tokens, weights = [x_AD, weights_AK], [experts.up_LGD, experts.down_LDF]
@@ -234,7 +234,7 @@ RELATIVE_TOLERANCE: dict[torch.dtype, float] = {
     torch.float16: 2e-3,
     torch.bfloat16: 1e-2,
 }
-# The same for strategies that send tokens in E4M3; measured in layers of Mixtral-8x7B: 0.028.
+# Largest ``relative_error`` if tokens are sent in E4M3; layers of Mixtral-8x7B gave 0.028.
 FLOAT8_TOLERANCE = 5e-2
 
 _SLICE_SIZE = 2**26  # elements that are compared at a time

@@ -36,7 +36,7 @@ def write_report(
             title: [asdict(span) for span in spans] for title, spans in timelines.items()
         },
     }
-    # "<" could end the script element that holds the data.
+    # Escape "<" in the data: "</script>" in it would end the script element that holds the data.
     text = json.dumps(data).replace("<", "\\u003c")
     page = _TEMPLATE.read_text(encoding="utf-8").replace(">DATA<", f">{text}<", 1)
     try:

@@ -120,7 +120,7 @@ def sample_routing(
     start_T1 = torch.rand(num_tokens, 1, generator=generator, dtype=torch.float64)
     points_TK = start_T1 + torch.arange(top_k, dtype=torch.float64)
     place_TK = torch.searchsorted(covered_TE, points_TK, right=True).clamp_max(load_E.numel() - 1)
-    # No weight is near 0, so a wrong output of any chosen expert changes the result noticeably.
+    # Weights are not near 0, so a wrong output of any chosen expert changes the result noticeably.
     weights_TK = torch.rand(num_tokens, top_k, generator=generator).clamp_min(1e-3)
     weights_TK /= weights_TK.sum(1, keepdim=True)
     return Routing(

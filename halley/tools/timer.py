@@ -112,7 +112,7 @@ def measure_waits(
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> float | None:
-    """Return the most time in us that a rank waits for communication in ``run``, or None.
+    """Return the us that the slowest rank waits in ``run``, None if not recorded.
 
     The result is the median of three calls of ``run``. It is None if the layers do not record their
     waits. ``recorder`` is that of the layers; it is enabled only during this function. Collective.
@@ -159,7 +159,7 @@ def start_together(device: torch.device, *, group: dist.ProcessGroup | None = No
 
 
 def agree_on_begin(device: torch.device, *, group: dist.ProcessGroup | None = None) -> int:
-    """Return one future time for all ranks, in ns of the monotonic clock, or 0; a collective.
+    """Return a future time in ns for all ranks, 0 if they share no clock; a collective.
 
     The result is 0 if the ranks are on several machines, which share no clock.
     """
@@ -263,7 +263,8 @@ def captured(
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     # "thread_local" allows the watchdog thread of NCCL to query events during the capture.
-    # PyTorch captures all graphs on one stream, which the reuse of memory in a pool requires.
+    # No argument ``stream``: graphs that share a memory pool must be captured on one stream, and
+    # without the argument PyTorch captures all graphs on the same one.
     with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
         run()
     return graph.replay

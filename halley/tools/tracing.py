@@ -66,7 +66,7 @@ def trace_step(
             step()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        # Stay inside the profiler: a collective's event may end after the wait for it has returned.
+        # Stay in the profiler until all ranks are done: events may end after their waits.
         start_together(device, group=group)
     events = list(profiler.events() or [])
     (whole,) = (event for event in events if event.name == _STEP and not _is_on_device(event))
@@ -97,7 +97,7 @@ def _cuda_spans(events: list[FunctionEvent], step: FunctionEvent, *, rank: int) 
 
 def _cpu_spans(events: list[FunctionEvent], step: FunctionEvent, *, rank: int) -> list[Span]:
     comm: list[Span] = []
-    # Parts nest only in parts of their own thread, so ``innermost`` gets one thread at a time.
+    # Spans of two threads do not nest, so ``innermost`` is called for each thread alone.
     parts_by_thread: dict[int, list[Span]] = {step.thread: []}
     waits = [event for event in events if _is_wait(event)]
     for event in events:
@@ -162,7 +162,7 @@ def exposed_comm_us(spans: Iterable[Span]) -> float:
 
 
 def time_by_part(spans: Iterable[Span]) -> dict[str, float]:
-    """Return a rank's microseconds by span name, without those of nested spans, longest first.
+    """Return a rank's us by span name, longest first; nested spans count only for themselves.
 
     An "exposed" span counts as nested in the computation that it interrupts. Spans of other streams
     do not reduce the time of computation.
@@ -232,7 +232,7 @@ def measure_graphs(
 
 
 def simulated_step(reports: "Sequence[OrderReport]", *, passed: bool) -> list[Span]:
-    """Return the simulated spans of a step's graphs in sequence, with passes only if ``passed``."""
+    """Join the simulated spans of a step's graphs: after passes if ``passed``, else before."""
     step: list[Span] = []
     for report in reports:
         zero_us = max((span.end_us for span in step), default=0.0)

@@ -36,7 +36,7 @@ Space = dict[str, tuple[str, ...]]
 
 # Settings for two GEMM CTAs per SM, each with tiles of half the default width.
 _TWO_PER_SM = "{0}.block_n=128 {0}.num_warps=4 {0}.num_stages=3 {0}.per_sm=2"
-# Two tiles per loop: a store overlaps the next tile. Its buffer takes the memory of one stage.
+# Two tiles per loop, so that a store overlaps the next tile; its buffer takes one stage's memory.
 _TWO_PER_LOOP = "{0}.run=2 {0}.num_stages=3"
 # Values to try, by group of settings. A value is one setting, or several to set together.
 SPACE: Space = {
@@ -129,7 +129,7 @@ def fits(config: KernelConfig, tensors: LayerTensors) -> bool:
         gemm_bytes = tile.num_stages * (config.block_m + tile.block_n) * tile.block_k * itemsize
         if tile.run > 1:  # the store of a tile overlaps the next tile, so it needs a buffer
             gemm_bytes += config.block_m * tile.block_n * itemsize
-        # Bytes of shared memory of each CTA on an SM: GEMM CTAs, then combining CTAs beside them.
+        # Shared memory, in bytes, of each CTA of an SM: those of the GEMM, then combining ones.
         ctas = [gemm_bytes] * tile.per_sm
         ctas += [(config.combine_stages - 1) * step_bytes] * config.combiners_beside * combines
         if sum(num_bytes + _RESERVED_BYTES for num_bytes in ctas) > _SHARED_BYTES:

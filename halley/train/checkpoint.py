@@ -61,7 +61,7 @@ def save_checkpoint(
     keep: int,
     notes: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write a checkpoint, return its folder; of older complete ones, keep ``keep`` - 1. Collective.
+    """Write a checkpoint; delete all complete ones but the newest ``keep``. Return its folder.
 
     If a file or folder with the name of the checkpoint exists, such as a damaged checkpoint, it is
     renamed to ``<name>.replaced-1``.

@@ -37,7 +37,7 @@ def checkpoint_tensors(
     *,
     groups: ParallelGroups,
 ) -> dict[str, object]:
-    """Return views of parameters, or of tensors of their shapes, in checkpoint layout, by name.
+    """Return views of parameters, or of same-shaped tensors, in checkpoint layout, by name.
 
     The layout does not depend on the number of ranks. Stacked expert weights become DTensors
     sharded over the expert-parallel group, or ``ExpertShards`` where experts have a placement.
@@ -118,7 +118,7 @@ class ExpertShards(torch.Tensor):
 METADATA_FILE = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
 
-# Allowed when DCP's metadata is unpickled: names of classes and functions, by module.
+# Names of the classes and functions that DCP's metadata may contain, by module, for unpickling.
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {
         "ChunkStorageMetadata",
@@ -133,7 +133,7 @@ _RECORDS = {
     "torch.serialization": {"_get_layout"},
     # Python 3.11.2 pickles a member of an enumeration as getattr(class, name); 3.11.7 does not.
     "builtins": {"getattr"},
-    # The pickle has the checkpoint folder's path; its class's module depends on Python's version.
+    # The pickle has the checkpoint's path, whose class is in another module in newer Pythons.
     "pathlib": {"PosixPath", "WindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},
 }
@@ -169,7 +169,7 @@ class SafeReader(FileSystemReader):
         super().__init__(folder)
         self._metadata = read_metadata(folder, files)
 
-    # This override takes no keyword arguments, so that DCP does not look for per-rank metadata.
+    # DCP looks for per-rank metadata only if this method takes keyword arguments.
     def read_metadata(self) -> Metadata:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self._metadata
 

@@ -31,7 +31,7 @@ def open_corpus(config: RunConfig) -> "Corpus":
             f"model.vocab_size ({config.model.vocab_size}) must be at least {VOCAB_SIZE}, for bytes"
         )
     path = None if config.data.path is None else Path(config.data.path)
-    # A window has one byte more than a sequence, because the last token needs a target too.
+    # A window has one byte more than a sequence: the target of the last token.
     return Corpus(find_text_files(path), window=config.data.seq_len + 1)
 
 
@@ -123,7 +123,7 @@ class BatchLoader:
     def __init__(self, corpus: Corpus, config: TrainConfig, *, rank: int, num_ranks: int) -> None:
         self._corpus, self._config = corpus, config
         self._rank, self._num_ranks = rank, num_ranks
-        # Windows that earlier runs read, minus those of as many steps at the present batch size.
+        # Windows read by earlier runs beyond those that their steps read at the present batch size.
         self._num_more = 0
 
     def resume(self, step: int, *, num_read: int) -> None:

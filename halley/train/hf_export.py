@@ -124,7 +124,7 @@ def read_run_config(folder: Path) -> RunConfig:
 
 
 def check_family(config: ModelConfig) -> None:
-    """Raise ``ValueError`` unless ``hf_family`` is set and has the same equations as the model."""
+    """Raise ``ValueError`` unless ``hf_family`` is set and the model has its equations."""
     if family := config.hf_family:
         if found := differences(config, family):
             raise ValueError(
@@ -210,7 +210,7 @@ def hf_config(config: RunConfig) -> dict[str, object]:
         "tie_word_embeddings": False,
         "num_experts_per_tok": moe.top_k,
         "router_aux_loss_coef": moe.router.balance_coefficient,
-        # None: a vocabulary of bytes has no special tokens, and default ids may be 256 or above.
+        # A vocabulary of bytes has no special tokens, and the default ids may be 256 or above.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,

@@ -93,7 +93,7 @@ def find_defect(
 
 
 def compute_checksum(path: Path) -> str:
-    """Return XXH3-128, in hexadecimal, of a file or, above 64 MiB, of its segments' digests.
+    """Return a file's XXH3-128 in hex; above 64 MiB, that of the digests of its segments.
 
     XXH3 detects accidental damage at memory speed; it does not protect from forgery.
     """

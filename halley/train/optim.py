@@ -58,7 +58,7 @@ class GradientBuckets:
                 open_buckets[is_expert] = bucket
             bucket.offsets[name] = bucket.numel
             bucket.numel += parameters[name].numel()
-            # Backward visits parameters in this loop's order: move this one's bucket to the end.
+            # Backward visits parameters in this loop's order, so this bucket becomes the last.
             self._buckets = [each for each in self._buckets if each is not bucket] + [bucket]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.offsets}
         self._collected: set[str] = set()
@@ -70,7 +70,7 @@ class GradientBuckets:
 
     @contextmanager
     def collecting(self, *, last: bool) -> Generator[None]:
-        """In the block, add gradients to buckets; ``last`` also all-reduces them: a collective."""
+        """In the block, add gradients to buckets; if ``last``, all-reduce them. Collective."""
         device = next(iter(self._parameters.values())).device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._pending = self._buckets[::-1] if last else []
@@ -201,7 +201,7 @@ class ModelOptimizer:
             )
 
     def backward(self, loss: torch.Tensor, *, last: bool = True) -> None:
-        """Run one microbatch's backward; add its gradients to those of the step so far.
+        """Run backward of one microbatch; add its gradients to those of earlier microbatches.
 
         The caller divides ``loss`` by the number of microbatches. The ``last`` backward pass of a
         step starts the sums over ranks: it is then a collective.
@@ -215,8 +215,8 @@ class ModelOptimizer:
         summed = self.gradients.wait_for_sums()
         for name, master in self.masters.items():
             master.grad = summed[name]
-        # A ring all-reduce of more than two ranks adds in an order that depends on the position in
-        # the buffer. So sums of an expert's replicas may differ: all take the first replica's sum.
+        # Among more than two ranks, the order of an all-reduce's additions depends on the element's
+        # position. Replicas of an expert may get different sums, so all take the first one's.
         if self.groups.num_ranks > 2 * self.groups.ep_size:
             for module in dict.fromkeys(self.experts.values()):
                 if module.replicas is not None:

@@ -80,7 +80,7 @@ def _lock(descriptor: int, path: Path, *, patience_s: float) -> None:
 
 
 def _wait_for_other_host(descriptor: int, path: Path) -> None:
-    """If the file names another host, watch it; ``ValueError`` if its modification time changes."""
+    """If the lock names another host, watch whether it is renewed; if so, ``ValueError``."""
     owner = _read(descriptor)
     if not owner or owner.get("host") == socket.gethostname():
         return

@@ -89,7 +89,7 @@ class SaveRequests:
         return signals_handled(_SIGNALS, note)
 
     def local(self, *, is_first: bool, device: torch.device) -> torch.Tensor:
-        """Return this rank's 0/1 flags ``(3,)``: due by time (rank 0 only), SIGINT, SIGTERM."""
+        """Return 0/1 flags ``(3,)``: checkpoint due (rank 0 only), SIGINT, SIGTERM."""
         is_due = bool(self._every_s) and time.monotonic() - self._saved_s >= self._every_s
         flags = (is_first and is_due, *(self._signal == number for number in _SIGNALS))
         return torch.tensor(flags, dtype=torch.float32, device=device)
@@ -190,7 +190,7 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
     corpus = open_corpus(config)
     check_strategies(config)
     check_passes(config)
-    # CPU ranks of one host share its memory, so the check adds their bytes.
+    # CPU ranks of a host share its memory, so ``check_memory`` gets their number.
     num_sharing = 1 if world.device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_memory(config, num_ranks=world.num_ranks, device=world.device, num_sharing=num_sharing)
     if config.train.deterministic:
@@ -261,7 +261,7 @@ def _compile_model(
 
 
 def _find_profiles(config: RunConfig, device: torch.device) -> str:
-    """Return the path of the measured times that compiler passes use, or "" to measure none."""
+    """Return the path of the profiles that passes plan by, or "" if none are measured."""
     if config.profiles != "auto":
         return config.profiles
     return str(default_path()) if device.type == "cuda" else ""
@@ -274,7 +274,7 @@ def _make_deterministic() -> None:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Otherwise torch fills new memory, which takes time. Halley reads no uninitialized memory.
+    # Do not fill new memory, which takes time: Halley reads no uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
 
 

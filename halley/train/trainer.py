@@ -105,7 +105,7 @@ def _train_in_locked_folder(
     run = build_run(config, world)
     if checkpoint is not None:
         run.optimizer.resume(load_checkpoint(checkpoint, run.state()))
-        # Checkpoints of Halley 0.1 lack "num_sequences": assume steps of the present batch size.
+        # Halley 0.1 saved no "num_sequences": count all steps at the present batch size.
         num_read = manifest.notes.get("num_sequences", run.loader.num_read(first_step))
         run.loader.resume(first_step, num_read=num_read)
     metrics_path = output / METRICS_FILE if world.is_first else None
@@ -213,7 +213,7 @@ def _check_resumable(config: RunConfig, path: Path, *, warn: bool) -> Manifest:
 
 
 def _set_aside(output: Path) -> None:
-    # torchrun restarts all ranks with --restart again: they continue from the newest checkpoint.
+    # Only the first start sets files aside: torchrun's restarts, also with --restart, resume.
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return
     folder = find_free_name(output, "previous")

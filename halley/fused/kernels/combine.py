@@ -51,7 +51,7 @@ _MAX_RUN = tl.constexpr(1024)  # more than a run's tiles; base of ``pending`` in
 
 @triton.jit
 def end_combine(num_exits, plan, routing, status, host_status, LAYOUT: tl.constexpr):
-    """Count a CTA that ends; the last one of the second GEMM and the combine zeroes their counters.
+    """Count a CTA as ended; the last CTA of both kernels (GEMM, combine) zeroes their counters.
 
     The last CTA also reports ranks with too many rows, see ``_signal_overflow``.
     """
@@ -77,7 +77,7 @@ def _second_gemm_run(
     CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
-    """Compute a ticket's tiles, count those of the previous ticket; return the next ``pending``.
+    """Compute the tiles of a ticket; count those of the previous ticket, ``pending``, as finished.
 
     ``pending`` describes the tiles of the previous ticket in one word: ``_MAX_RUN`` times the index
     of their counter in ``chunk_done``, plus the number of tiles. The function returns the same word
@@ -106,7 +106,7 @@ def _second_gemm_run(
         _count_tiles(pending, plan, LAYOUT)
         z_desc.store([row, column], acc.to(z_desc.dtype))
     else:
-        # Count before the loop: after it, the count would also wait for the stores of this loop.
+        # Count earlier tiles before the loop: the count waits for all stores issued so far.
         _count_tiles(pending, plan, LAYOUT)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(0, columns * STEPS):
@@ -210,14 +210,14 @@ def _groups_of_task(task, plan, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _next_counter(num_done, num_columns, plan, LAYOUT: tl.constexpr):
-    """Return the address of tile counter ``num_done`` of ``chunk_done``, and its final value."""
+    """Return the address of ``chunk_done``'s element ``num_done``, and its final value."""
     need = tl.load(plan + LAYOUT.group_tiles + num_done % LAYOUT.num_groups) * num_columns
     return plan + LAYOUT.chunk_done + num_done, need
 
 
 @triton.jit
 def _count_done(num_done, chunk, num_wanted, num_columns, plan, LAYOUT: tl.constexpr):
-    """Return how many (chunk, expert group) pairs are finished in order; stop at ``num_wanted``."""
+    """Return how many (chunk, expert group) pairs are finished without a gap, <= ``num_wanted``."""
     num_done = tl.maximum(num_done, chunk * LAYOUT.num_groups)
     more = num_done < num_wanted
     while more:
@@ -240,7 +240,7 @@ def combine_kernel(
     ROWS: tl.constexpr, STAGES: tl.constexpr, SUM_ROWS: tl.constexpr, CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Send row sums, in backward also routing-weight gradients, to source ranks; add arriving sums.
+    """Send partial sums, in backward also routing-weight gradients; add the sums that arrive.
 
     This rank's own tokens take the same path as those of other ranks. CTAs take two kinds of tasks,
     each by tickets of its own counter. Pass n of rank r::
@@ -265,9 +265,8 @@ def combine_kernel(
     ``NUM_SUMMANDS`` is the number of columns of ``dweight_RJ`` in backward, and 0 in forward.
     ``COLUMNS`` is the width of a tile of the GEMM.
     """
-    # This call has no effect and can be deleted: the launch after this one is no programmatic
-    # dependent launch (``shape_launches``), so it begins when this one has ended. But the deletion
-    # changes the compiled kernel, so it needs new timings.
+    # ``let_second_begin`` has no effect here: no launch overlaps this one (``shape_launches``). It
+    # can be deleted, but this changes the compiled kernel, so time the kernel again afterwards.
     let_second_begin()
     BACKWARD: tl.constexpr = NUM_SUMMANDS > 0
     all_columns: tl.constexpr = (HIDDEN_SIZE + COLUMNS - 1) // COLUMNS

@@ -43,7 +43,7 @@ from halley.ops.kernels.tiles import (
 )
 
 
-# ``fetch_kernel`` reads send buffers; or reads them and saves the copies; or reads saved copies.
+# Sources of ``fetch_kernel``: send buffers; send buffers, saving token copies; saved copies.
 FROM_PEERS = tl.constexpr(0)
 FROM_PEERS_AND_SAVE = tl.constexpr(1)
 FROM_SAVED = tl.constexpr(2)
@@ -55,7 +55,7 @@ def _fetch_task(
     LAYOUT: tl.constexpr, SOURCE: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Read ``ROWS`` token copies, each once; store them to their rows and count these as arrived.
+    """Read ``ROWS`` token copies once; store each to all its rows; count the rows as arrived.
 
     The copies are in the send buffers of the source ranks, in the half that begins at row
     ``first_token``, or in ``copies_PD``.
@@ -108,7 +108,7 @@ def _zero_task(
     local, x_RD, plan, LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr,
     ZERO_MULTIPLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Pad an expert's rows with zeros to a multiple of ``ZERO_MULTIPLE``; count these as arrived.
+    """Append zero rows to an expert up to a multiple of ``ZERO_MULTIPLE``; count them as arrived.
 
     The weight-gradient GEMM sums over whole steps of ``block_k`` rows. A row that is zero in
     ``x_RD`` is zero in all results of its tile, forward and backward, so it adds nothing.
@@ -185,7 +185,7 @@ def fetch_kernel(
     num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES) * usable
     num_fetch = tl.load(plan + LAYOUT.summary + NUM_COPIES) // ROWS * usable
     num_own = tl.load(plan + LAYOUT.summary + NUM_OWN_COPIES) // ROWS * usable
-    # Tasks that zero padding come first: an expert's last tile waits for its padding rows.
+    # Tasks that write zero rows come first: an expert's last tile waits for these rows.
     num_zero = (LAYOUT.num_local if ZERO_MULTIPLE > 0 else 0) * usable
     num_tasks = num_fetch + num_zero
     first_token = (tl.load(plan + LAYOUT.summary + PASS) % 2).to(tl.int64) * send_tokens
@@ -248,7 +248,7 @@ def _prefetch_pre(
     pre_RG, row, column,
     GATED: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Prefetch the activation's inputs of a tile into the L2 cache, for ``store_gradient``."""
+    """Prefetch a tile of ``pre_RG`` into the L2 cache, because ``store_gradient`` reads it."""
     LINE: tl.constexpr = 128 // (pre_RG.dtype.element_ty.primitive_bitwidth // 8)
     NUM_LINES: tl.constexpr = (BLOCK_N + LINE - 1) // LINE
     columns = column + tl.arange(0, NUM_LINES) * LINE

@@ -118,7 +118,7 @@ def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
     row += tl.load(base, mask=mine, other=0)
     row = tl.where(mine, row + (packed & ((1 << LAYOUT.order_bits) - 1)), -1)
 
-    # A token copy lists the token's rows on this rank, in the order of its choices, then -1.
+    # The entry of a token copy has the token's rows on this rank by choice, then -1.
     here = mine.to(tl.int32)
     count = tl.sum(here, axis=1)
     place = tl.cumsum(here, axis=1) - here
@@ -221,8 +221,8 @@ def plan_kernel(
             if before == num_tasks - 1:
                 signal_all(LAYOUT.rows_ready, epoch, rank, routing, routing_ptrs_W, LAYOUT)
         elif healthy:
-            # The wait for PLANNED has no time limit: else it could report this rank before a count
-            # task reports the missing rank. Count tasks already run, and their waits are limited.
+            # Wait for PLANNED without a time limit: else this wait could name this rank before a
+            # count task names the missing rank. Count tasks already run; their waits have limits.
             code = failure_code(PLAN, rank, 0)
             planned = counters + PLANNED
             healthy = wait(planned, epoch, _NO_LIMIT_NS, status, host_status, code, "gpu")
@@ -261,7 +261,7 @@ def _spread_weights(plan, weight_R, LAYOUT: tl.constexpr):
 def _wait_and_compare_calls(
     routing, plan, call, epoch, status, host_status, timeout_ns, LAYOUT: tl.constexpr
 ):
-    """Wait for all ranks' rows; mark the plan unusable if a rank is late or runs another call."""
+    """Wait for all ranks' rows; mark the plan unusable if a rank is late or uses another plan."""
     complete = True
     for peer in range(LAYOUT.num_ranks):
         code = failure_code(ROWS, peer, call)

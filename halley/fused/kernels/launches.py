@@ -50,9 +50,9 @@ def shape_launches(
 ) -> tuple[int, int, LaunchOptions, LaunchOptions]:
     """Return numbers of CTAs of the row-moving kernel and of its GEMM, then launch options of both.
 
-    ``move_first`` tells whether the GEMM waits for the kernel that moves rows, or that kernel for
-    the GEMM. On each SM, ``ctas_beside`` CTAs move rows beside the CTAs of the GEMM, and
-    ``ctas_after`` more begin when those have ended. Not ``fused``, one kernel follows the other.
+    With ``move_first``, the row-moving kernel is launched first and the GEMM waits for its rows;
+    else the GEMM is first. On each SM, ``ctas_beside`` CTAs move rows beside those of the GEMM, and
+    ``ctas_after`` more begin when those end. Without ``fused``, the kernels do not overlap.
     """
     move_ctas = ctas_beside + ctas_after if fused else max(ctas_beside, _UNFUSED_MOVE_CTAS)
     free_registers = _SM_REGISTERS - ctas_beside * move_registers * MOVE_WARPS * _WARP_THREADS

@@ -156,7 +156,7 @@ class Layout:
     records: int
     routing_words: int
 
-    # Offsets in one record, and its number of words.
+    # Offsets in a record (routing of one rank), then its size.
     header: int
     counts: int
     packed: int
@@ -203,7 +203,7 @@ def make_layout(
     tp_size: int = 1,
     block_slots: int = 256,
 ) -> Layout:
-    """Return the layout of a layer's routing buffer and plans; arguments as in ``Layout``."""
+    """Return the layout of the routing buffer and the plans of a layer of these sizes."""
     num_local = num_experts * tp_size // num_ranks
     num_groups = min(MAX_GROUPS, 1 << (num_local - 1).bit_length())
     num_columns = 2 * num_local + num_groups

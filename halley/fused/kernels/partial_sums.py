@@ -123,7 +123,7 @@ def send_weight_gradients(
     task, dweight_RJ, plan, dweight_ptrs_W, combine_tokens, rank,
     LAYOUT: tl.constexpr, NUM_SUMMANDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sum each ``dweight_RJ`` row of a task to a routing-weight gradient; send to the source rank.
+    """Sum each ``dweight_RJ`` row of a task; send it, a routing-weight gradient, to its source.
 
     A token's gradients are stored in the order in which it chose the experts of this rank.
     """

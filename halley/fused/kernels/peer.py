@@ -120,7 +120,7 @@ def clock_ns():
 
 @triton.jit
 def poll(word, scope: tl.constexpr):
-    """Return a word, loaded as an acquire: later loads see all stores before the word's release."""
+    """Return a word, loaded with acquire: later loads see all stores before its release."""
     return tl.atomic_add(word, 0, sem="acquire", scope=scope)
 
 
@@ -190,7 +190,7 @@ def signal_all(flags, epoch, rank, routing, routing_ptrs_W, LAYOUT: tl.constexpr
 
 @triton.jit
 def next_epoch(counters, status, host_status):
-    """Return the epoch (number) of the pass that begins; report a failure at the largest epoch."""
+    """Return this pass's epoch, the last one plus 1; report a failure if it is the largest."""
     epoch = tl.load(counters + EPOCH) + 1
     if epoch == _LAST_EPOCH:
         report_failure(status, host_status, failure_code(EPOCHS, 0, epoch))
@@ -216,7 +216,7 @@ _COMPILED = tl.constexpr(not INTERPRETED)
 
 @triton.jit
 def let_second_begin():
-    """Let a dependent launch begin when all CTAs of this one have called this function or ended."""
+    """Let the dependent launch begin once every CTA of this launch has called this or ended."""
     if _COMPILED:
         gdc_launch_dependents()
 

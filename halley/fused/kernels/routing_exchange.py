@@ -51,13 +51,13 @@ def record_of(routing, source, epoch, LAYOUT: tl.constexpr):
 
 @triton.jit
 def call_in_use(routing, source, epoch, LAYOUT: tl.constexpr):
-    """Return the address of the number of the call whose plan rank ``source`` uses in a pass."""
+    """Return the address of the word with the call whose plan rank ``source`` uses in a pass."""
     return routing + LAYOUT.call_in_use + (epoch % 2) * LAYOUT.num_ranks + source
 
 
 @triton.jit
 def block_bases(plan, i, column, LAYOUT: tl.constexpr):
-    """Return the address of the plan's ``block_base[i, column, 0]``, see ``layout.py``."""
+    """Return the address in a plan at which column ``column`` of ``block_base[i]`` begins."""
     return plan + LAYOUT.block_base + (i * LAYOUT.num_columns + column) * LAYOUT.max_blocks
 
 

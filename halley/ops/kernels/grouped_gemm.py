@@ -3,7 +3,7 @@
 # pyright: reportOperatorIssue=false
 """A grouped GEMM with the fused layer's tiles, to measure a lower bound of that layer's time.
 
-M and N are the rows and the columns of a weight.
+N and K are here the rows and the columns of a weight.
 """
 
 import torch
@@ -20,10 +20,10 @@ def grouped_gemm_kernel(
     NUM_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply experts' rows by their transposed weights; CTA p of n computes tiles p, p + n, ...
+    """Multiply experts' rows by transposed weights; CTA p of n takes column tiles p, p + n, ...
 
-    CTAs signal nothing and wait for nothing. Example: 3 row tiles, 2 column tiles, 4 CTAs: CTA 0
-    computes tiles 0 and 4, CTA 3 only tile 3.
+    CTAs signal nothing and wait for nothing. Example: 3 tiles of rows with 2 column tiles
+    each, and 4 CTAs: CTA 0 computes column tiles 0 and 4, CTA 3 only column tile 3.
     """
     total = num_tiles * NUM_COLUMNS
     # Triton flattens the loops over tiles and depth: a tile's loads start during the previous tile.
@@ -50,7 +50,7 @@ def grouped_gemm(
     tile: GemmTile,
     num_programs: int,
 ) -> None:
-    """Write to ``out_RN`` each row tile of ``a_RK`` times its expert's transposed weights.
+    """Multiply row tiles of ``a_RK`` by their expert's transposed weights into ``out_RN``.
 
     Each tile of ``block_m`` rows belongs to one expert, ``tile_expert``, int32. The launch has
     ``num_programs`` CTAs.

@@ -23,7 +23,7 @@ import triton
 from halley.interpreter import INTERPRETED
 
 
-# Raised by the first launch of a kernel that needs more than an SM has, such as shared memory.
+# Raised by a kernel's first launch if it needs more shared memory or threads than an SM has.
 OutOfResources = triton.OutOfResources
 
 MAP_BYTES = 128  # size of a CUtensorMap, and its alignment in the parameter buffer
@@ -172,7 +172,7 @@ _recording = threading.local()  # ``steps``: recorded launches and host calls, o
 
 
 def set_recording(steps: list[Any] | None) -> None:
-    """Make ``note_step`` append this thread's next steps to the list ``steps``; None stops this."""
+    """Record this thread's next launches and host calls in ``steps``; None stops recording."""
     _recording.steps = steps
 
 
@@ -216,13 +216,13 @@ def only_compiles() -> bool:
 
 
 _Launch: TypeAlias = tuple[Any, tuple[int, ...], tuple[object, ...]]  # kernel, grid, arguments
-# Launches that the interpreter runs when the ``side_by_side`` block ends; None outside of one.
+# Launches to run when a ``side_by_side`` block ends; None where launches run at once.
 _pending: ContextVar[list[_Launch] | None] = ContextVar("pending", default=None)
 
 
 @contextmanager
 def side_by_side(fused: bool) -> Generator[None, None, None]:
-    """In the interpreter, run the launches of the ``with`` block concurrently if ``fused``.
+    """In the interpreter, run the block's launches concurrently if ``fused``, or in order.
 
     Compiled launches need no block: ``LaunchOptions`` says which ones overlap.
     """

@@ -14,7 +14,7 @@ import triton.language as tl
 from halley.ops.kernels.launch import Launcher, aligned
 
 
-# Sizes of one step of a CTA's loop: in slots, in (rank, expert) row counts, and in rows.
+# Elements in one step of a CTA's loop: slots, (rank, expert) row counts, and rows.
 _SLOTS = 4096
 _SEGMENTS = 256
 _ROWS = 1024
@@ -100,7 +100,7 @@ def _group_rows_kernel(
     counts, order, inverse, ends, by_expert, num_ranks, num_local,
     SEGMENTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store the order of received rows by expert, its inverse, experts' ends, ``(L, W)`` counts.
+    """Store the order of received rows by expert, its inverse, row ends and counts of experts.
 
     A CTA does it for one (source rank, expert). Example: counts is [[1, 2], [1, 0]]. CTA 2 (rank 1,
     expert 0) has one row. It is the fourth row in arrival order and the second in expert order:
@@ -124,7 +124,7 @@ _launch_group_rows = Launcher(_group_rows_kernel)
 
 
 def sort_slots(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return slots sorted by expert, and counts by expert, as in ``ops/traceable_routing.py``."""
+    """Sort slots by expert on a GPU; return the slots, and the number of slots of each expert."""
     num_slots = topk_idx_TK.numel()
     slots_N = topk_idx_TK.new_empty(num_slots, dtype=torch.int64)
     counts_E = topk_idx_TK.new_empty(num_experts, dtype=torch.int64)
@@ -139,7 +139,7 @@ def sort_slots(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tenso
 def take_slots(
     topk_idx_TK: torch.Tensor, used_E: torch.Tensor, limit: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return whether each slot is kept, and new ``used_E``, as in ``ops/traceable_routing.py``."""
+    """Return which slots experts keep within ``limit``, and the new use ``used_E``; on a GPU."""
     num_tokens, top_k = topk_idx_TK.shape
     kept_TK = topk_idx_TK.new_empty(num_tokens, top_k, dtype=torch.bool)
     used_after_E = torch.empty_like(used_E)
@@ -155,7 +155,7 @@ def take_slots(
 def group_rows(
     counts_WL: torch.Tensor, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return row order by expert, inverse, ends, counts, as in ``ops/traceable_routing.py``."""
+    """Order received rows by expert on a GPU; return order, inverse, experts' ends and counts."""
     num_ranks, num_local = counts_WL.shape
     order_R, inverse_R = counts_WL.new_empty(num_rows), counts_WL.new_empty(num_rows)
     ends_L = counts_WL.new_empty(num_local, dtype=torch.int32)

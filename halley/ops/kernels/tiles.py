@@ -137,7 +137,7 @@ def _store_gradient_quarter(
     grad, weight, pre_RG, h_RF, dpre_RG, row, column,
     GATED: tl.constexpr, SIZE: tl.constexpr, QUARTER: tl.constexpr,
 ):  # fmt: skip
-    """Store ``dpre`` and ``h`` of ``store_gradient`` for a quarter tile; return its ``dweight``."""
+    """Do the work of ``store_gradient`` for a quarter tile, but return the ``dweight`` summand."""
     dtype: tl.constexpr = h_RF.dtype.element_ty
     at, inside = _columns_at(row, column, 2 * SIZE if GATED else SIZE, SIZE, QUARTER)
     gate = tl.load(pre_RG + at, mask=inside, other=0.0)
@@ -167,7 +167,7 @@ def store_gradient(
     GATED: tl.constexpr, SIZE: tl.constexpr, NUM_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store ``dpre``, ``h`` and ``dweight`` of a tile, from ``grad``, the gradient of ``h``.
+    """Store the activation's backward for a tile; ``grad`` is the gradient of output ``h``.
 
     - ``dpre``: gradient of the activation's inputs, ``weight * grad * act'(pre)``.
     - ``h``: ``weight * act(pre)``, for the second projection's gradient; forward does not save it.
@@ -203,7 +203,7 @@ def weight_gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     RUN: tl.constexpr, HALVES: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Compute all experts' weight gradients; CTA p of n computes tile runs p, p + n, ...
+    """Compute expert weight gradients; CTA p of n takes runs of tiles p, p + n, ...
 
     A run is ``RUN`` adjacent output tiles in one loop: the loads of the next tile start during the
     current one. Else filling the pipeline would take as long as the few steps of a tile.
@@ -273,7 +273,7 @@ def _find_part(
     expert_begin, expert_rows, expert,
     NUM_EXPERTS: tl.constexpr, PART: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return an expert's first row and number of steps in layer part ``PART``; 0, 0 if none."""
+    """Return an expert's first row and loop steps in layer part ``PART``; 0, 0 without it."""
     begin = 0
     steps = 0
     if PART < NUM_PARTS:
@@ -287,7 +287,7 @@ def _find_row(
     step, begin, begin1, begin2, begin3, first1, first2, first3,
     NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the first row of a step; part p begins at step ``first<p>`` and row ``begin<p>``."""
+    """Return a loop step's first row; part p begins at step ``first<p>``, row ``begin<p>``."""
     row = begin + step * BLOCK_K
     if NUM_PARTS > 1:
         row = tl.where(step >= first1, begin1 + (step - first1) * BLOCK_K, row)
@@ -365,7 +365,7 @@ def weight_gemm(
     is_wide = out_LMN.dtype == torch.float32
     is_plain = not (is_wide or accumulate)
     tile = _choose_run(tile, rows_per_expert=len(rows_RN) // num_experts, is_plain=is_plain)
-    # Storing a whole float32 tile, or a tile of a run, needs shared memory that the loads use.
+    # Store float32 tiles, and tiles of runs, in halves: a whole one needs the loads' memory.
     in_halves = (is_wide or tile.run > 1) and tile.block_n > 1
     _launch(
         num_programs * tile.per_sm,
@@ -392,7 +392,7 @@ def _choose_run(tile: GemmTile, *, rows_per_expert: int, is_plain: bool) -> Gemm
     """
     if tile.run:
         return tile
-    # The limits exceed 256, 512 and 1024, because ``rows_per_expert`` includes padding.
+    # 400, 800, 1600 mean 256, 512, 1024 rows: ``rows_per_expert`` includes padding.
     run = next((n for n, limit in ((8, 400), (4, 800), (2, 1600)) if rows_per_expert <= limit), 1)
     if run == 1 or not is_plain:
         return replace(tile, run=1)
