@@ -45,10 +45,7 @@ _PLAIN_CASE = "layer"  # the "case" of result lines that has a chart; other case
 
 OutputOption = Annotated[
     Path | None,
-    Option(
-        help="Folder for result files. Earlier results of the same benchmark, device and number of "
-        "ranks are replaced."
-    ),
+    Option(help="Folder for result files; replaces those of the same case, device and ranks."),
 ]
 ModelsOption = Annotated[
     str,
@@ -64,14 +61,12 @@ StrategiesOption = Annotated[
     str, Option(help=f"Strategies to compare, comma-separated, out of: {', '.join(STRATEGIES)}.")
 ]
 DtypeOption = Annotated[
-    str,
-    Option(help="bfloat16, float16 or float32; 'default' is bfloat16 on GPUs and float32 on CPUs."),
+    str, Option(help="bfloat16, float16, float32; default: bfloat16 on GPUs, float32 on CPUs.")
 ]
 SamplesOption = Annotated[int, Option(help="Timed runs of each variant.")]
 SeedOption = Annotated[int, Option(help="Seed of the random tensors.")]
 CommitOption = Annotated[
-    str | None,
-    Option(help="Git commit to write into the result lines; default: that of the checkout."),
+    str | None, Option(help="Git commit to write into result lines; default: the checkout's.")
 ]
 DeviceOption = Annotated[str, Option(help="cpu or cuda; auto is cuda if there is a GPU, else cpu.")]
 
