@@ -14,7 +14,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ import torch.distributed as dist
 
 import halley
 from halley.core.types import Experts, Routing
+from halley.distributed.launcher import reserve_port
 
 
 BAD_RANK, NUM_GOOD_STEPS = 1, 3
@@ -150,9 +150,7 @@ def find_problem(case: Case, rank: int, end: Ending, fault_s: float | None) -> s
 
 def start(case: Case) -> tuple[dict[int, Ending], float | None]:
     """Run the ranks of a case; return the end of each rank, and the time of the fault."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, reserve_port() as bound:
         folder = Path(name)
         command = [sys.executable, __file__, "--case", json.dumps(asdict(case))]
         command += ["--folder", name]
@@ -161,7 +159,8 @@ def start(case: Case) -> tuple[dict[int, Ending], float | None]:
             environment = {
                 **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(case.num_ranks), "LOCAL_WORLD_SIZE": str(case.num_ranks),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+                "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
+                "MASTER_PORT": str(bound.getsockname()[1]),
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
                 "TRITON_INTERPRET": "1" if case.device == "cpu" else "0",
             }  # fmt: skip

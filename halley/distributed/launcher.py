@@ -140,10 +140,8 @@ def _tell_launcher(failure: Failure) -> bool:
     try:
         # O_CREAT is left out: it would create the file again after the launcher has deleted it.
         descriptor = os.open(os.environ[FAILURES_VARIABLE], os.O_WRONLY | os.O_APPEND)
-        try:  # one write per line, so that lines of two ranks do not mix
-            os.write(descriptor, f"{json.dumps(asdict(failure))}\n".encode())
-        finally:
-            os.close(descriptor)
+        with open(descriptor, "wb", buffering=0) as file:  # one write, so that lines do not mix
+            file.write(f"{json.dumps(asdict(failure))}\n".encode())
     except OSError:  # the disk is full, or the launcher has ended
         return False
     return True
@@ -165,10 +163,11 @@ def launch(command: list[str], *, num_processes: int, patience_s: float = 30.0) 
     signals: deque[int] = deque()
     with (
         tempfile.TemporaryDirectory(prefix="halley-") as folder,
+        reserve_port() as bound,
         signals_handled(_SIGNALS, lambda number, frame: signals.append(number)),
     ):
         failures = FailureReader(Path(folder) / "failures.jsonl")
-        environment = _environment(num_processes) | {FAILURES_VARIABLE: str(failures.path)}
+        environment = _environment(num_processes, bound) | {FAILURES_VARIABLE: str(failures.path)}
         try:
             for rank in range(num_processes):
                 # The terminal sends Ctrl-C to the process group of the launcher. A rank in a group
@@ -266,9 +265,19 @@ def _send(ranks: list[subprocess.Popen[bytes]], number: int) -> None:
         process.send_signal(number)
 
 
-def _environment(num_processes: int) -> dict[str, str]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+def reserve_port() -> socket.socket:
+    """Return a socket bound to a free port of this host, to keep open until the ranks have ended.
+
+    Until then Linux gives the port to no other process that asks for any free port. The store of
+    rank 0 can listen on it nevertheless, because it sets SO_REUSEADDR too.
+    """
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind(("127.0.0.1", 0))
+    return bound
+
+
+def _environment(num_processes: int, bound: socket.socket) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(max(1, _num_cores() // num_processes)),
         # At its default log level, torch prints long C++ stack traces when the store is lost.
@@ -278,7 +287,7 @@ def _environment(num_processes: int) -> dict[str, str]:
         "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(bound.getsockname()[1]),
     }
 
 

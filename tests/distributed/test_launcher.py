@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from halley.cli.ranks import count_ranks
 from halley.distributed import launcher as launch_module
@@ -108,6 +110,13 @@ def test_ranks_get_the_environment_of_torch(command: Command, tmp_path: Path, mo
         assert environment["OMP_NUM_THREADS"] == "2"  # 7 cores for 3 ranks
         assert environment["TORCH_CPP_LOG_LEVEL"] == "INFO"  # the user's value, not ERROR
     assert len({environment["MASTER_PORT"] for environment in environments}) == 1
+
+
+def test_no_other_process_gets_the_port_of_rank_0():
+    with launch_module.reserve_port() as bound, socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(bound.getsockname())
+        TCPStore(*bound.getsockname(), is_master=True)  # listens on the port
 
 
 def test_failures_of_ranks_are_printed_once_per_cause_without_their_exit_codes(command, capfd):

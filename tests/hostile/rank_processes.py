@@ -7,11 +7,13 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 import torch
+
+from halley.distributed.launcher import reserve_port
 
 
 END_LIMIT_S = 60.0  # time in which ranks must end after a fault of another rank
@@ -20,10 +22,11 @@ Ends = dict[int, tuple[int | None, list[str]]]  # exit code and error lines, by 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The processes of a job and the log files of their output, by rank."""
+    """The processes of a job and the log files of their output, by rank, and the job's port."""
 
     processes: list[ForkServerProcess]
     logs: list[Path]
+    port: socket.socket = field(default_factory=reserve_port)  # closed by ``kill``
 
     def pid(self, rank: int) -> int:
         pid = self.processes[rank].pid
@@ -52,7 +55,7 @@ class Ranks:
         codes = self.wait(ranks)
         # Torch writes further lines about broken connections.
         lines = [self.text(rank).splitlines() for rank in ranks]
-        errors = [[x for x in each if re.match(r"halley: |\w+Error: ", x)] for each in lines]
+        errors = [[x for x in each if re.match(r"halley: |[\w.]+Error: ", x)] for each in lines]
         return dict(zip(ranks, zip(codes, errors, strict=True), strict=True))
 
     def kill(self) -> None:
@@ -60,6 +63,7 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.join()
+        self.port.close()
 
     def text(self, rank: int) -> str:
         """Return the output of a rank."""
@@ -85,18 +89,16 @@ def start_ranks(
     context: ForkServerContext, run: Callable[[], int], *, num_ranks: int, logs: Path
 ) -> Ranks:
     """Start ranks that call a function for their exit code, in torchrun's environment."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    ranks = Ranks(processes=[], logs=[logs / f"rank{rank}.log" for rank in range(num_ranks)])
     shared = {
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(ranks.port.getsockname()[1]),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
-    ranks = Ranks(processes=[], logs=[logs / f"rank{rank}.log" for rank in range(num_ranks)])
     for rank, log in enumerate(ranks.logs):
         log.unlink(missing_ok=True)  # the output of earlier ranks
         environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}

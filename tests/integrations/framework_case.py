@@ -22,12 +22,9 @@ def train_both(
 
 
 def check_losses(by_rank: list[Losses], modules: str, path: str, *, reason: str = "") -> None:
-    """Check that losses are equal and fall, and that both layers took a path.
+    """Check that losses are equal and fall, and that both layers report ``path``.
 
-    Args:
-        modules: name of a layer's module, with its number in braces.
-        path: the description of the path.
-        reason: why the framework's own expert code ran.
+    ``modules`` is like "layers.{}.moe"; ``reason`` is why the framework's own expert code ran.
     """
     if reason:
         path += f", with the framework's own expert code: {reason}"

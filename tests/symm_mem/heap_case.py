@@ -44,11 +44,7 @@ def read(like: torch.Tensor, address: int) -> torch.Tensor:
 
 
 def check_all_to_all(heap: AbstractSymmHeap, tensor: SymmTensor) -> None:
-    """Check that all copies are zero, and that every rank can write to every copy.
-
-    Args:
-        tensor: zeros of the heap, ``(num_ranks, ...)``; rank r writes row r of every copy.
-    """
+    """Check that copies of ``(num_ranks, ...)`` are zero; rank r writes row r of every copy."""
     local, addresses = tensor.local, tensor.ptrs_W.tolist()
     assert tensor.ptrs_W.dtype == torch.int64
     assert tensor.ptrs_W.device == local.device == heap.device
