@@ -24,12 +24,9 @@ from halley.planner.step_plan import check_strategies
 from halley.strategies.registry import PLANNED, STRATEGIES
 from halley.tools.charts import draw_timelines
 from halley.tools.timer import to_float
-from halley.train.checkpoint import check_writable
 from halley.train.compare import EXPOSED, OTHER, STEP, compare_strategies
 from halley.train.data import open_corpus
-from halley.train.hf_export import export_run
 from halley.train.step import check_passes, read_placements
-from halley.train.trainer import CHECKPOINTS_FOLDER, train
 
 
 _PICTURE = "timeline.png"
@@ -100,6 +97,9 @@ def run(
     The command starts --nproc ranks on this host. Under torchrun it starts none: the process is one
     of torchrun's ranks.
     """
+    from halley.train.checkpoint import check_writable
+    from halley.train.trainer import CHECKPOINTS_FOLDER, train
+
     run_config = read_config(config, overrides, data=data, output=output, strategy=strategy)
     check_config(run_config, nproc=nproc)
     check_writable(Path(run_config.output) / CHECKPOINTS_FOLDER)
@@ -170,6 +170,8 @@ def export(
 
     Supported model families: mixtral, qwen2_moe, qwen3_moe and olmoe. Runs in one process.
     """
+    from halley.train.hf_export import export_run
+
     written = export_run(run, output)
     typer.echo(json.dumps({"output": str(output)} | dataclasses.asdict(written)))
     return 0

@@ -15,7 +15,6 @@ from halley.core.config import OptimizerConfig
 from halley.distributed.mesh import BUCKET_BYTES, ParallelGroups, global_norm
 from halley.moe.layer import grouped_experts
 from halley.ops.gradient_hook import set_gradient_hook
-from halley.train.checkpoint_reader import checkpoint_tensors
 
 
 @dataclass(kw_only=True)
@@ -257,6 +256,9 @@ class ModelOptimizer:
 
     def state(self) -> dict[str, object]:
         """Return master weights, and AdamW moments if any; a checkpoint load writes into them."""
+        # Imported here, because the import of torch.distributed.checkpoint takes a second.
+        from halley.train.checkpoint_reader import checkpoint_tensors
+
         tensors: dict[str, Mapping[str, torch.Tensor]] = {"parameters": self.masters}
         if self.config.kind == "adamw":
             for key in ("exp_avg", "exp_avg_sq"):
