@@ -26,7 +26,7 @@ from tests.train.run_case import (
 )
 
 
-NUM_STEPS = 40
+NUM_STEPS = 25
 START_LIMIT_S = 90.0
 END_LIMIT_S = 60.0
 
