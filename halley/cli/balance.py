@@ -28,7 +28,7 @@ def balance(
     ],
     ranks: Annotated[int, Option(help="Ranks that share the experts (ep_size of the run).")],
     output: Annotated[Path, Option(help="File for the placement; replaces an earlier one.")],
-    spare: Annotated[int, Option(help="Most experts of a rank beyond an even share.")] = 1,
+    spare: Annotated[int, Option(help="Most experts a rank may hold beyond an even share.")] = 1,
     model: Annotated[
         str | None,
         Option(help="Name of the model, to print the memory that the spare experts need."),

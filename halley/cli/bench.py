@@ -45,7 +45,7 @@ _PLAIN_CASE = "layer"  # the "case" of result lines that has a chart; other case
 
 OutputOption = Annotated[
     Path | None,
-    Option(help="Folder for result files; replaces those of the same case, device and ranks."),
+    Option(help="Folder for results; those of this benchmark, device and ranks are replaced."),
 ]
 ModelsOption = Annotated[
     str,
@@ -61,7 +61,7 @@ StrategiesOption = Annotated[
     str, Option(help=f"Strategies to compare, comma-separated, out of: {', '.join(STRATEGIES)}.")
 ]
 DtypeOption = Annotated[
-    str, Option(help="bfloat16, float16, float32; default: bfloat16 on GPUs, float32 on CPUs.")
+    str, Option(help="bfloat16, float16, float32 or default (bfloat16 on GPUs, else float32).")
 ]
 SamplesOption = Annotated[int, Option(help="Timed runs of each variant.")]
 SeedOption = Annotated[int, Option(help="Seed of the random tensors.")]

@@ -22,11 +22,11 @@ Ends = dict[int, tuple[int | None, list[str]]]  # exit code and error lines, by 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The processes of a job and the log files of their output, by rank, and the job's port."""
+    """The processes of a job and the log files of their output, by rank."""
 
     processes: list[ForkServerProcess]
     logs: list[Path]
-    port: socket.socket = field(default_factory=reserve_port)  # closed by ``kill``
+    port: socket.socket = field(default_factory=reserve_port)  # bound to rank 0's port
 
     def pid(self, rank: int) -> int:
         pid = self.processes[rank].pid

@@ -11,7 +11,7 @@ from tests.compiler.graph_case import GraphBuilder, aten
 
 
 def _layers(num_layers: int, *, tied: bool = False) -> tuple[Item, ...]:
-    """Return the items of linear layers, with an all-to-all after each; ``tied``: of one weight."""
+    """Return the items of linear layers, each with an all-to-all; if ``tied``, with one weight."""
     forward = GraphBuilder()
     x = forward.input("x", 4, 4)
     weights = [forward.input(f"w{layer}", 4, 4) for layer in range(1 if tied else num_layers)]

@@ -44,7 +44,7 @@ def read(like: torch.Tensor, address: int) -> torch.Tensor:
 
 
 def check_all_to_all(heap: AbstractSymmHeap, tensor: SymmTensor) -> None:
-    """Check that copies of ``(num_ranks, ...)`` are zero; rank r writes row r of every copy."""
+    """Check that all copies ``(num_ranks, ...)`` are zero and that each rank can write to each."""
     local, addresses = tensor.local, tensor.ptrs_W.tolist()
     assert tensor.ptrs_W.dtype == torch.int64
     assert tensor.ptrs_W.device == local.device == heap.device
