@@ -64,7 +64,7 @@ def _compare_loads(
     model: ModelConfig | None,
 ) -> tuple[Table, dict[str, object]]:
     num_experts = len(counts_ME[0])
-    before_MW: list[list[float]] = []  # stays empty unless the ranks W divide the experts E
+    before_MW: list[list[float]] = []  # stays empty unless W divides E
     if num_experts % num_ranks == 0:
         plain = ExpertPlacement.plain(num_experts, num_ranks=num_ranks)
         before_MW = [rank_loads(plain, counts_E) for counts_E in counts_ME]

@@ -190,7 +190,7 @@ def layer_cases(
 
 
 def split_strategy_names(text: str) -> list[str]:
-    """Split a comma-separated list of strategies; ``ValueError`` if unknown, repeated or none."""
+    """Split strategies at commas; raise ``ValueError`` if one is unknown, repeated or missing."""
     names = split_names(text, option="strategies")
     for name in names:
         check_strategy(name)

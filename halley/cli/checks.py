@@ -24,7 +24,7 @@ _HEAD_BYTES = 4096
 
 
 def check_package(name: str, *, extra: str, option: str) -> None:
-    """Raise ``ValueError`` if a package is missing; the message names Halley's extra for it."""
+    """Raise ``ValueError`` if a package is missing; the message names the pip extra to install."""
     if find_spec(name) is None:
         remedy = f"pip install '.[{extra}]' in a checkout of Halley"
         raise ValueError(f"{option} must have the package {name}: {remedy}")
@@ -58,9 +58,9 @@ def check_seed(seed: int) -> None:
 
 
 def split_names(text: str, *, option: str) -> list[str]:
-    """Return the names of a comma-separated list; ``ValueError`` if it is empty or repeats one.
+    """Return the names of a comma-separated list; ``ValueError`` if it is empty or repeats a name.
 
-    Adjacent sizes with different letters, such as "E=8,K=2", are one name: that of a model.
+    Adjacent sizes with different letters, such as "E=8,K=2", are one name, which describes a model.
     """
     words: list[str] = []
     for word in filter(None, map(str.strip, text.split(","))):
@@ -122,8 +122,8 @@ def check_replaceable(
 ) -> None:
     """Raise ``ValueError`` unless a file can be written, and is new, empty or written by Halley.
 
-    Creates the folder, but does not change the file. ``what`` names Halley's files in errors.
-    They begin with ``start`` and have ``inside`` in their first 4096 bytes; defaults fit any file.
+    Creates the folder, but does not change the file. Files by Halley begin with ``start`` and have
+    ``inside`` in the first 4096 bytes; defaults allow any file. Errors name such files ``what``.
     """
     head = b""
     try:

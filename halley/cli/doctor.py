@@ -138,7 +138,7 @@ def _time_limit(limit_s: float, *, explain: Callable[[], str]) -> Iterator[None]
 
 
 def choice_table(choice: LayerChoice) -> Table:
-    """Return a table of what "auto" chose and why: times, peer access and memory of "fused"."""
+    """Return a table of the choice of "auto" and the reason, with times and memory of "fused"."""
     times = [(escape(name), f"{time_us:,.0f} us") for name, time_us in choice.times_us.items()]
     reason = ("why", escape(choice.reason))
     problem = f"[red]no: {escape(choice.access_problem)}[/red]"

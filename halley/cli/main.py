@@ -25,7 +25,7 @@ from halley.tools.timer import installed_version
 
 INTERRUPTED = 130  # the shell's convention: 128 plus the number of SIGINT
 _KINDS = {"int_parsing": "an integer", "float_parsing": "a number"}  # by pydantic's type of error
-_MIN_SIMILARITY = 0.8  # least difflib ratio of a suggested option: no --seed for --nonsense
+_MIN_SIMILARITY = 0.8  # least difflib ratio for a suggestion: no --seed for --nonsense
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ def main(
     """Run a command; return its exit code: 0, 1 (failure), 2 (user's mistake) or one listed below.
 
     The others are 130 for an interrupt, which only the process that started the ranks reports, 141
-    for a closed output, and those of a script, of ranks or of ``halley train``.
+    for a closed output, and exit codes of a script, of ranks or of ``halley train``.
 
     Args:
         argv: arguments without the program's name; None takes those of this process.
@@ -187,7 +187,7 @@ def main(
     except KeyboardInterrupt:
         code = INTERRUPTED
     except (BrokenPipeError, SystemExit) as error:  # rich turns a BrokenPipeError into code 1
-        if isinstance(error, SystemExit) and not error.code:  # typer has printed a completion
+        if isinstance(error, SystemExit) and not error.code:  # typer has printed a shell completion
             return 0
         _discard_output()
         return READER_GONE

@@ -164,7 +164,7 @@ def _check(config: RunConfig, *, ranks: int, measure: int, device: str, link: fl
     local_experts(config.model.moe.num_experts, ep_size=ep_size, tp_size=tp_size)
     if not measure:
         return
-    # With --measure, the step runs on this host, so options of other hardware are refused.
+    # With --measure, the step runs on this host, so options about other hardware are errors.
     for name, value, default in (("device", device, _DEVICE), ("link", link, 0.0)):
         if value != default:
             rule = "left out with measure, which runs on this host"
@@ -175,7 +175,7 @@ def _check(config: RunConfig, *, ranks: int, measure: int, device: str, link: fl
 
 
 def _check_profiles(path: Path | None, *, fill: bool, device: str) -> Path | str:
-    """Check --profiles and --fill; return the profiles file, or "" for that of the package."""
+    """Check --profiles and --fill; return the profiles file, or "" for the package's own file."""
     if not fill:
         if path is not None:
             check_readable(path, option="profiles")

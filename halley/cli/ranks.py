@@ -100,7 +100,7 @@ def step_progress(world: World | None = None) -> Iterator[Progress]:
 
 
 def line_progress(now_s: Callable[[], float] = time.monotonic) -> Progress:
-    """Return a function that prints a new text at once, a known one 10 s after the last print."""
+    """Return a function that prints new texts at once, and repeated texts at most every 10 s."""
     texts: set[str] = set()
     next_s = 0.0
 

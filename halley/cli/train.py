@@ -97,7 +97,7 @@ def run(
     The command starts --nproc ranks on this host. Under torchrun it starts none: the process is one
     of torchrun's ranks.
     """
-    # Imported here: they import torch.distributed.checkpoint, which takes a second.
+    # Imported here: these modules import torch.distributed.checkpoint, which takes a second.
     from halley.train.checkpoint import check_writable
     from halley.train.trainer import CHECKPOINTS_FOLDER, train
 

@@ -1,7 +1,7 @@
 """The backend "halley" of ``torch.compile``: runs the passes of ``pipeline.py`` over graphs.
 
 With the inner compiler "eager", the passes change the graphs of aot_autograd, whose operators then
-run one by one. With "inductor", they are the ``post_grad_custom_post_pass`` of Inductor.
+run one by one. With "inductor", the passes are Inductor's ``post_grad_custom_post_pass``.
 """
 
 import warnings
@@ -60,7 +60,7 @@ def run(gm: fx.GraphModule, *, options: dict[str, object] | None = None) -> Orde
 
 @final
 class Backend:
-    """Compiles graphs of Dynamo; runs ``pipeline.py`` on their forward and backward graphs.
+    """Compiles graphs of Dynamo; applies the passes to their forward and backward graphs.
 
     ``reports`` has a report of each forward or backward graph whose order was planned, oldest
     first. With ``plans_only``, the inner compiler does not run, and all graphs have reports.
@@ -75,7 +75,7 @@ class Backend:
         self.begin()
 
     def begin(self) -> None:
-        """Forget earlier graphs in the graph-break check: later ones belong to a new model."""
+        """Make the graph-break check ignore earlier graphs: later graphs belong to a new model."""
         self._num_pending_before = _num_pending_frames()
         self._frames.clear()
 
@@ -134,8 +134,8 @@ class Backend:
             fw_compiler=compile_graph,
             bw_compiler=compile_graph,
             partition_fn=partitioner,
-            # Fused layers write to an input of forward and of backward, their ordering token. This
-            # option keeps the writes in the graphs, instead of a copy to the input after a graph.
+            # Fused layers write to their ordering token, an input of both graphs. This option keeps
+            # the writes in the graphs. Without it, torch would copy to the input after each graph.
             keep_inference_input_mutations=True,
         )
         return compiler(gm, example_inputs)
@@ -143,9 +143,9 @@ class Backend:
     def _warn_of_graph_break(self, gm: fx.GraphModule) -> None:
         """Warn once if the model is compiled as several graphs and any of them has collectives.
 
-        Two signs: graphs of several Python frames (a graph break starts a new one; a recompilation
-        does not), or a frame that Dynamo gave up. Dynamo skips a frame with a break in a loop, and
-        compiles the functions that it calls.
+        One sign is graphs of several Python frames: a graph break starts a new frame, but a
+        recompilation does not. Another sign is a frame that Dynamo gave up: Dynamo skips a frame
+        with a graph break in a loop, and compiles the functions that this frame calls.
         """
         compile_id = CompileContext.current_compile_id()
         self._communicates = self._communicates or _communicates(gm.graph)
@@ -165,7 +165,7 @@ class Backend:
 def register() -> Backend:
     """Register the backend "halley" if torch does not list it, call its ``begin``, and return it.
 
-    An installed package registers it by its entry point. The backend has the reports.
+    If Halley is installed, its entry point registers the backend. ``Backend.reports`` has reports.
     """
     BACKEND.begin()
     if NAME not in list_backends():
@@ -217,7 +217,7 @@ class _ProfiledInterpreter(fx.Interpreter):
 
 
 def _make_callable(gm: fx.GraphModule) -> Compiled:
-    """Return a function that runs a graph on a list of arguments and clears the list, to free them.
+    """Return a function that runs a graph on a list of arguments and clears it to free memory.
 
     The operators skip the autograd dispatch key: autograd records nothing here, and for collectives
     and Halley's operators that key runs Python code. The function runs generated code, because an

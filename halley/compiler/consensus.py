@@ -1,8 +1,8 @@
 """Compare a graph across the ranks of its process groups; give all ranks the plan of rank 0.
 
 Ranks exchange short texts through the key-value store of their process group. A collective would
-hang if a rank never came. The store has a time limit, so an error can name the missing rank. Rank 0
-of the group reads all texts and writes one verdict: traffic is linear in the number of ranks.
+hang if a rank did not call it. The store has a time limit, so an error can name the missing rank.
+Rank 0 reads all texts and writes one verdict: traffic is linear in the number of ranks.
 """
 
 import json
@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import (
 from halley.compiler.graph_collectives import Signature, graph_groups, signature
 
 
-# To compare graphs, rank 0 waits ``timeout_s`` for the other ranks. They wait this many seconds
-# longer for rank 0, so that they can read its verdict, which names the missing ranks.
+# To compare graphs, rank 0 waits ``timeout_s`` for the other ranks. The other ranks wait this many
+# seconds longer, so that they can still read the verdict of rank 0, which names missing ranks.
 _VERDICT_MARGIN_S = 10.0
 _T = TypeVar("_T")
 
@@ -29,9 +29,9 @@ _T = TypeVar("_T")
 @final
 @dataclass(eq=False, kw_only=True)
 class Consensus:
-    """Compares graphs and shares values among the ranks of one group while they compile one graph.
+    """Compares one graph, and shares values for it, across the ranks of one process group.
 
-    Rank and number of ranks are those of the group.
+    ``rank`` is the number of this rank in the group; ``num_ranks`` is the size of the group.
     """
 
     store: Store  # key-value store of the process group
@@ -41,12 +41,12 @@ class Consensus:
     timeout_s: float  # seconds that rank 0 waits for the other ranks
 
     def __post_init__(self) -> None:
-        # Number this rank's graphs. Ranks must compile graphs in the same order, so that a graph
-        # has one number on all ranks. ``compare`` checks that the graphs of a number match.
+        # Count this rank's graphs. Ranks must compile graphs in the same order, so that a graph
+        # has the same number on all ranks. ``compare`` checks that graphs of equal number match.
         self._number = self.store.add(f"halley/graphs/{self.rank}", 1)
 
     def compare(self, signature: Signature) -> tuple[int, ...]:
-        """Compare the ranks' graphs; return the ranks whose ``structure`` differs from rank 0's.
+        """Compare the ranks' graphs; return the ranks whose graph ``structure`` is not rank 0's.
 
         All ranks get the same result, or raise a ``RuntimeError`` if the collectives of a rank
         differ or a rank is missing.
@@ -72,7 +72,7 @@ class Consensus:
     def share(self, what: str, make: Callable[[], _T]) -> _T:
         """Call ``make`` on rank 0 of the group, and return its result, sent as JSON, on all ranks.
 
-        ``what`` names the result; each name is used once for a graph. If ``make`` fails, all ranks
+        ``what`` names the result; use each name only once per graph. If ``make`` fails, all ranks
         raise a ``RuntimeError``.
         """
         failure: Exception | None = None
@@ -89,9 +89,9 @@ class Consensus:
         return cast(_T, found["made"])
 
     def all_gather(self, what: str, value: int) -> list[int]:
-        """Return the integers that the ranks of the group pass, in the order of the ranks.
+        """Return a list of the ``value`` of each rank of the group, in the order of the ranks.
 
-        ``what`` names the value, as in ``share``. A rank that sends none in time is an error.
+        ``what`` names the value, as in ``share``. A rank that sends no value in time is an error.
         """
         keys = [self._key(f"{what}/{rank}") for rank in range(self.num_ranks)]
         self.store.set(keys[self.rank], str(int(value)))
@@ -134,16 +134,16 @@ def open_consensus(group_name: str, *, timeout_s: float) -> Consensus:
 
 
 def compare_graphs(*graphs: fx.Graph, timeout_s: float) -> tuple[list[Consensus], tuple[int, ...]]:
-    """Compare graphs; return each group's ``Consensus``, and the ranks with other computation.
+    """Compare graphs; return each group's ``Consensus``, and the ranks whose computation differs.
 
-    The largest group comes first. The computation of a differing rank, as numbered in its group, is
-    not that of rank 0 of the group, so no plan fits all ranks. Raises a ``RuntimeError`` on all
-    ranks if the ranks' collectives differ or a rank is missing.
+    The largest group comes first. A differing rank, by its number in a group, has other computation
+    than rank 0 of that group, so no plan fits all ranks. Raises a ``RuntimeError`` on all ranks if
+    the ranks' collectives differ or a rank is missing.
     """
     groups = [open_consensus(name, timeout_s=timeout_s) for name in graph_groups(*graphs)]
     groups.sort(key=lambda consensus: -consensus.num_ranks)
     own = signature(*graphs)
-    # Go on with the next group even if structures differ in this one: its ranks wait for this rank.
+    # Compare in every group, even if structures differ in one: ranks of the others would wait.
     differing = [consensus.compare(own) for consensus in groups]
     return groups, tuple(sorted({rank for ranks in differing for rank in ranks}))
 
@@ -152,8 +152,8 @@ def share_in_groups(groups: Sequence[Consensus], what: str, make: Callable[[], _
     """Call ``make`` on rank 0 of the largest group; return its result on all ranks of that group.
 
     ``groups`` is a result of ``compare_graphs``; if empty, this process calls ``make``. Raises a
-    ``RuntimeError`` if ranks of a smaller group have different results, because no group of the
-    graph holds all of them.
+    ``RuntimeError`` if the ranks of a smaller group have different results. This can happen if no
+    group of the graph holds all ranks.
     """
     if not groups:
         return make()

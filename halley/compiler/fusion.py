@@ -91,7 +91,7 @@ def is_split_sum(node: fx.Node, sizes: Sizes) -> bool:
 
 
 def find_boundaries(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Boundary]:
-    """Return each fused node's ``Boundary``: the inputs it loads, and whether it is stored.
+    """Return each fused node's ``Boundary``: inputs it loads, and whether its result is stored.
 
     A result stays inside of a kernel if its reader is fused too, and no other path from the result
     to the reader passes a node that is not fused.
@@ -144,13 +144,13 @@ def inside_kernels(boundaries: Mapping[fx.Node, Boundary]) -> frozenset[fx.Node]
 def fused_us(
     node: fx.Node, boundaries: Mapping[fx.Node, Boundary], *, predictor: Predictor, sizes: Sizes
 ) -> float:
-    """Predict the microseconds of a node that Inductor fuses, or a concat, from the bytes it moves.
+    """Predict the time in us of a fused node, or of a concat, from the bytes that the node moves.
 
-    A node that writes to memory takes at least the time of the shortest kernel. Other nodes of its
-    kernel add the time of their loads only. A node that ``boundaries`` lacks is a kernel alone.
+    A node that writes to memory takes at least the time of the shortest kernel. Other nodes of the
+    same kernel add only the time of their loads. A node not in ``boundaries`` is a kernel alone.
     """
     if is_concat(node):
-        # Kernels that compute fused inputs write them to the concat's output; others are copied.
+        # Fused inputs are written directly into the concat's output; other inputs are copied.
         inputs = (each for each in node.all_input_nodes if not is_fused(_root(each)))
         copied = sum(sizes.num_bytes(result_of(each)) for each in inputs)
         return predictor.memory_us(2 * copied) if copied else 0.0

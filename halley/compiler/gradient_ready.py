@@ -15,7 +15,7 @@ from halley.ops.gradient_hook import find_gradient_hook, run_gradient_hook
 
 
 # Key in ``meta`` of an output node: positions of results whose strides Inductor must keep. Inductor
-# of torch 2.11 fails if a result at such a position is None, so these are removed.
+# of torch 2.11 fails if a result at such a position is None, so ``insert`` removes it.
 _VISIBLE = "user_visible_output_idxs"
 
 
@@ -23,15 +23,15 @@ _VISIBLE = "user_visible_output_idxs"
 class GradientHooks:
     """Inserts calls of the parameters' ``gradient_ready_hook`` into one compiled backward graph.
 
-    At each call, forward saves the parameters that have a hook, for backward: several modules may
-    share one compiled graph.
+    Each call of forward saves for backward the parameters that have a hook, because several modules
+    may share one compiled graph.
     """
 
     def __init__(self, example_inputs: Sequence[object]) -> None:
         self._positions = [
             at for at, value in enumerate(example_inputs) if find_gradient_hook(value)
         ]
-        self._names: dict[int, str] = {}  # parameters with a hook and a gradient, by input position
+        self._names: dict[int, str] = {}  # of parameters with hook and gradient, by input position
 
     @property
     def has_any(self) -> bool:
@@ -45,7 +45,7 @@ class GradientHooks:
         """
         inputs = forward.find_nodes(op="placeholder")
         gradients = _results(backward)
-        # Insert no hooks if the numbers differ, as with effect tokens or tensor subclasses.
+        # Insert no hooks if these numbers differ: effect tokens or tensor subclasses cause that.
         if len(gradients) != len(inputs):
             return
         with_gradient = [at for at in self._positions if gradients[at] is not None]
@@ -65,7 +65,7 @@ class GradientHooks:
         forward.output_node().args = ((*results[:num_outputs], *missing, *results[num_outputs:]),)
 
     def insert(self, backward: fx.Graph) -> None:
-        """Insert each hook's call after its gradient; the graph returns None for that gradient.
+        """After each gradient, insert the call of its hook; the graph then returns None for it.
 
         The graph must be in its final order, and is changed in place.
         """

@@ -45,7 +45,7 @@ _EMPTY = frozenset(
 
 
 def result_of(node: fx.Node) -> object:
-    """Return the fake tensors or number that tracing stored as a node's result; None if none."""
+    """Return the fake tensors or number that tracing stored as a node's result, or None."""
     return node.meta.get("val")
 
 
@@ -58,7 +58,7 @@ def without_values() -> FakeTensorMode:
 class Sizes:
     """Gives shapes and numbers of bytes of results; assumes a value for sizes that depend on data.
 
-    The value ``unknown`` is also assumed for a sum of such sizes. It is the same on all ranks.
+    The assumed value is ``unknown``, also for a sum of such sizes. All ranks use the same value.
     """
 
     def __init__(self, unknown: int) -> None:
@@ -70,9 +70,9 @@ class Sizes:
         return self._unknown if known is None else known
 
     def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Return a shape; its first size that depends on data is ``unknown``, any others are 1.
+        """Return a shape; its first data-dependent size is ``unknown``, any further ones are 1.
 
-        The first is a number of rows. A second, in results of fused layers, counts tiles of a row.
+        The first such size is a number of rows. Further ones are assumed to be small.
         """
         shape = cast(Sequence[int | torch.SymInt], tensor.shape)
         unknown = [at for at, size in enumerate(shape) if _known_size(size) is None]
@@ -114,7 +114,7 @@ def bits(mask: int) -> Iterator[int]:
 
 
 def mask_of(indices: Iterable[int]) -> int:
-    """Return the bit mask of different indices: the integer whose bits at these positions are 1."""
+    """Return the bit mask of distinct indices: the integer whose bits at these positions are 1."""
     return sum(1 << index for index in indices)
 
 
@@ -136,7 +136,7 @@ class GraphAnalysis:
         nodes, kinds: all nodes in the order of the graph, and the kind of each.
         collectives: kind of the collective that each node starts, or None.
         needs: for each node the indices of the nodes that it directly depends on, ascending.
-        ancestors, descendants: for each node the mask of all that must come before it, or after it.
+        ancestors, descendants: by node, the mask of all nodes that must come before or after it.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -167,13 +167,13 @@ class GraphAnalysis:
         return [index for index in self.find(NodeKind.WAIT) if start in self.needs[index]]
 
     def find_window(self, start: int) -> range:
-        """Return the indices of the nodes between a start and its first wait; empty if no wait."""
+        """Return the indices of nodes between a start and its first wait; none without a wait."""
         return range(start + 1, min(self.find_waits(start), default=start + 1))
 
     def check_order(self, order: Sequence[int]) -> None:
         """Raise a ``RuntimeError`` if ``order``, a list of node indices, breaks a dependency.
 
-        Each node must come once, after its ancestors, inputs first in their order, the output last.
+        Each node must come once, after its ancestors. Inputs are first, in order; the output last.
         """
         if sorted(order) != list(range(len(self.nodes))):
             raise RuntimeError("an order must have each node of its graph once")
@@ -223,7 +223,7 @@ def _find_needs(nodes: list[fx.Node], collectives: list[Kind | None]) -> list[tu
     found: list[tuple[int, ...]] = []
     barrier: set[int] = set()  # the last node that wrote to an argument
     last_random: set[int] = set()
-    last_ordered: set[int] = set()  # the last collective of those that keep one order
+    last_ordered: set[int] = set()  # the last collective of a kind that keeps its order
     for index, node in enumerate(nodes):
         if node.op == "placeholder":
             found.append(())

@@ -80,10 +80,10 @@ def unknown_collectives(nodes: Iterable[fx.Node]) -> list[str]:
 
 
 def group_of(node: fx.Node) -> str | None:
-    """Return the process group's name of a functional collective; None for any other node.
+    """Return the name of a functional collective's process group; None for any other node.
 
-    The last argument of a functional collective is the name. Since torch 2.13 it may be an object
-    with a name instead, an attribute of the graph's module.
+    The last argument of a functional collective is this name. Since torch 2.13 it may instead be an
+    object that has the name, stored as an attribute of the graph's module.
     """
     if not node.args or operator_name(node).partition("::")[0] != _FUNCTIONAL:
         return None
@@ -112,9 +112,9 @@ def group_sizes(graph: fx.Graph) -> list[int]:
 class Signature:
     """Description of a rank's graph, which ranks compare before they run their graphs together.
 
-    Ranks whose lines of ``collectives``, one for each collective, differ would wait for each other
-    for ever. ``structure`` is a hash of all operators and of the edges between them, without sizes.
-    A plan is a list of indices of nodes, so it is valid only for graphs of one structure.
+    ``collectives`` has one line for each collective: ranks with different lines would deadlock.
+    ``structure`` is a hash of all operators and of the edges between them, without sizes. A plan is
+    a list of node indices, so it is valid only for graphs of one structure.
     """
 
     collectives: tuple[str, ...]
@@ -124,8 +124,8 @@ class Signature:
 def signature(*graphs: fx.Graph) -> Signature:
     """Return one ``Signature`` for several graphs of a step together, such as forward and backward.
 
-    Ranks may send and receive different numbers of rows, so only reductions compare the first size
-    of tensors. Groups are numbered by first use: a group's name may differ between ranks.
+    Ranks may send and receive different numbers of rows, so the first size of a tensor is compared
+    only for reductions. Groups are numbered by first use: a group's name may differ between ranks.
     """
     groups = {name: index for index, name in enumerate(graph_groups(*graphs))}
     nodes = [node for graph in graphs for node in graph.nodes]
@@ -144,7 +144,7 @@ def signature(*graphs: fx.Graph) -> Signature:
 
 
 def _target(node: fx.Node) -> str:
-    """Return the name of a node's function, the same in every process; "" if it calls none."""
+    """Return the name of a node's function, equal in all processes; "" if the node calls none."""
     if node.op != "call_function":
         return ""  # names of placeholders may differ between ranks
     if operator := find_operator(node):
@@ -153,7 +153,7 @@ def _target(node: fx.Node) -> str:
 
 
 def _operand(node: fx.Node, *, first: int) -> str:
-    """Return dtype, and sizes from dimension ``first``, of a node's result; "" if no tensor."""
+    """Describe a node's result: dtype and sizes from dimension ``first`` on; "" if no tensor."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return ""

@@ -20,8 +20,8 @@ class LiveBytes:
     The operand of a collective is alive until the wait has ended, an output until the end.
     Activations saved for backward are inputs, freed after their last reader. The caller owns
     parameters and inputs of the model, so they count as 0 bytes. The results of nodes in ``inside``
-    stay inside of a kernel and have no buffer: a node that reads one keeps the buffers alive from
-    which the kernel computes it.
+    stay inside of a kernel and have no buffer: a node that reads such a result keeps alive the
+    buffers from which the kernel computes it.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class LiveBytes:
         return max(self.alive(order), default=0)
 
     def alive(self, order: Sequence[int]) -> list[int]:
-        """Return, for each position of an order, the number of live bytes while its node runs."""
+        """Return, for each position of an order, the live bytes while the node there runs."""
         place = {index: at for at, index in enumerate(order)}
         # Position of each buffer's last reader. -1: no reader, freed after the node that makes it.
         last = [max((place[r] for r in readers), default=-1) for readers in self.readers]
@@ -82,8 +82,8 @@ class StepPartitioner(CustomPartitionerFn):
     """Splits a joint graph into forward and backward; predicts the higher of their memory peaks.
 
     The peak ``num_bytes`` is mostly at the beginning of backward, when all saved activations are
-    alive. A pass may raise the peak of forward up to it without need for more memory. It is 0
-    before the call, and where no joint graph exists because nothing needs a gradient.
+    alive. If a pass raises the peak of forward up to this peak, the step needs no more memory.
+    ``num_bytes`` is 0 before the call, and if nothing needs a gradient: no joint graph exists then.
     """
 
     split: Callable[..., Halves]  # partitioner of aot_autograd that does the split

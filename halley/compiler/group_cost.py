@@ -21,9 +21,9 @@ from halley.cost.simulate import Contention
 from halley.ops.sm_carveout import gemm_with_carveout, has_sm_carveout
 
 
-_MIN_BYTES = 4096  # of the smallest measured all-to-all: below it, the time is latency
+_MIN_BYTES = 4096  # size of the smallest measured all-to-all; smaller ones take as long
 # Contention is measured with GEMMs of (side, inner) x (inner, side), which take tenths of a
-# millisecond, beside an all-to-all of ``_BYTES`` a rank, which takes a millisecond or more. GEMMs
+# millisecond, beside an all-to-all of the bytes below, which takes a millisecond or more. GEMMs
 # must be as large as those of a model, because small ones suffer more from SMs that the collective
 # occupies: with 4 of the 132 SMs of an H200 occupied, a GEMM with a side of 2048 takes 1.9 times as
 # long, with 4096 1.55 times, with 8192 1.25 times.
@@ -42,10 +42,10 @@ def measure_groups(
     sizes: Sizes,
     device: torch.device,
 ) -> None:
-    """Measure all-to-alls and contention that rank 0's profile lacks; add them on all ranks.
+    """Measure all-to-alls and contention that rank 0's profile lacks; add the results on all ranks.
 
     All ranks of the groups must call this together. The first group is the largest, and contention
-    is measured in it. All-to-alls have up to the bytes of the graph's collectives. ``keys`` is the
+    is measured in it. ``_measure_all_to_all`` chooses the sizes of all-to-alls. ``keys`` is the
     result of ``curve_keys``.
     """
     largest = consensus_groups[0]
@@ -55,10 +55,10 @@ def measure_groups(
             torch.cuda.set_device(device)  # each thread has its own current device
         for at, consensus in enumerate(consensus_groups):
             key = keys[consensus.group_name]
-            # Rank 0 of the largest group decides for all ranks, also for those with the curve.
+            # Measure this curve on all ranks of its group if rank 0 of the largest group lacks it.
             lacks = largest.share(f"curve {at}", lambda key=key: table.curve(key) is None)
-            # If no group holds all ranks, ``lacks`` may differ in this group, because its ranks
-            # may have different largest groups. So all ranks of this group measure if one must.
+            # If no group holds all ranks, ranks of ``consensus`` may have different largest groups,
+            # and so different ``lacks``. All of these ranks measure if ``lacks`` is true on any.
             if any(consensus.all_gather(f"lacks curve {at}", lacks)):
                 curve = _measure_all_to_all(graph, consensus, sizes=sizes, device=device)
                 table.add_curve(key, curve)
@@ -124,8 +124,8 @@ def _measure_all_to_all(
 ) -> Curve:
     """Measure a group's all-to-alls from 4 KiB to at least the graph's largest; return a ``Curve``.
 
-    Other collectives count as all-to-alls of the same bytes on the wire, up to the bytes that
-    contention is measured with: an all-reduce of all gradients would take too long to measure.
+    Other collectives count as all-to-alls that take as long, but of at most ``_GPU_BYTES`` or
+    ``_CPU_BYTES``: an all-reduce of all gradients would take too long to measure.
     """
     most = _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
     sent = [

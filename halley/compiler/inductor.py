@@ -29,7 +29,7 @@ def decompose(graph: fx.Graph) -> None:
     """Replace GPU operators of ``DECOMPOSITIONS`` by ATen operators; GEMMs only if traceable.
 
     Inductor can then fuse the ATen operators with others, and calls kernels instead of operators
-    that are written in Python. Operators on a CPU stay: there, the expert GEMM reads group sizes.
+    written in Python. Operators on a CPU stay: the expert GEMM on a CPU reads the group sizes.
     """
     for node in list(graph.nodes):
         run = DECOMPOSITIONS.get(operator_name(node))
@@ -100,10 +100,10 @@ def compile_by_inductor(
     hooks: GradientHooks,
     add_report: Callable[[OrderReport], None],
 ) -> Callable[..., Any]:
-    """Compile a graph of Dynamo by Inductor, which runs ``pipeline.py`` before it lowers the graph.
+    """Compile a Dynamo graph by Inductor, which runs Halley's passes before it lowers the graph.
 
-    ``add_report`` is called with the report of each graph whose order is planned. If Inductor's
-    configuration has a custom pass already where Halley sets its own, this is a ``RuntimeError``.
+    ``add_report`` is called with the report of each graph whose order is planned. Raises a
+    ``RuntimeError`` if Inductor's configuration already has a custom pass where Halley sets one.
     """
     for name in ("_post_fusion_custom_pass", "post_grad_custom_post_pass"):
         if getattr(config, name) is not None:
@@ -116,13 +116,13 @@ def compile_by_inductor(
     def change(graph: fx.Graph) -> None:
         backward = is_backward(graph)
         report = run_passes(graph, options, step_peak=partitioner.num_bytes)
-        decompose(graph)  # change 4 of pipeline.py
-        if report is not None:  # changes 5 and 6 of pipeline.py
+        decompose(graph)  # number 4 in the list of pipeline.py
+        if report is not None:  # numbers 5 and 6 in the list of pipeline.py
             reserve_sms(graph, report.sm_margins, in_all=backward and hooks.has_any)
             add_control_dependencies(graph)
             add_report(report)
         if backward:
-            hooks.insert(graph)  # change 7 of pipeline.py
+            hooks.insert(graph)  # number 7 in the list of pipeline.py
 
     # ``change`` is a plain function, so Inductor caches no graph that it modifies. A rank with a
     # cached graph would not run the passes, and the other ranks would wait for it.
@@ -131,7 +131,7 @@ def compile_by_inductor(
         "custom_partitioner_fn": partitioner,
     }
     if options.passes != "none":
-        patches["_post_fusion_custom_pass"] = _sort_kernels  # change 8 of pipeline.py
+        patches["_post_fusion_custom_pass"] = _sort_kernels  # number 8 in the list of pipeline.py
     if config.cpp_wrapper:
         patches["unbacked_symint_fallback"] = max(1, options.unknown_size // _ROWS_SHARE)
     return compile_fx(  # pyright: ignore[reportReturnType]
@@ -143,7 +143,7 @@ def _sort_kernels(kernels: list[Any]) -> list[Any]:
     """Return the kernels of Inductor's scheduler in the order of the last node that each computes.
 
     Inductor orders a fused kernel by its first node. If it fuses an early sum with the loss, all
-    that the loss needs runs before kernels that the graph has in the window of an all-to-all.
+    nodes that the loss needs run before kernels that belong in the window of an all-to-all.
     """
     by_last_node = sorted(kernels, key=lambda kernel: kernel.max_order)
     return kernels[0].scheduler.topological_sort_schedule(by_last_node) if kernels else kernels

@@ -1,4 +1,4 @@
-"""Find the microseconds of each graph node: from a profile, by a measurement or a prediction."""
+"""Find the time of each graph node: from a profile, by a measurement or by a prediction."""
 
 import math
 import time
@@ -52,14 +52,14 @@ _ROLES: dict[NodeKind, Role] = {
 @final
 @dataclass(eq=False, kw_only=True)
 class ProfiledCost:
-    """Gives the microseconds of a graph node from a table, by a measurement or a prediction.
+    """Gives the time of a graph node in us: from a table, by a measurement or by a prediction.
 
     Attributes:
-        boundaries: of the nodes that Inductor fuses in the graph. Such nodes cost the bytes that
-            cross kernel boundaries, and are never measured. None prices each operator alone.
+        boundaries: the ``Boundary`` of each node that Inductor fuses. The node's time is predicted
+            from its loads and stores, never measured. If None, each operator is timed alone.
         curve_keys: key of the all-to-all curve of each group in the table, by group name. The curve
             of the largest group serves groups without a curve.
-        predicted: keys of operations that were predicted although a table could have them.
+        predicted: keys of predicted operations, whose measured times a table could have.
     """
 
     predictor: Predictor = field(kw_only=False)
@@ -101,7 +101,7 @@ class ProfiledCost:
         return frozenset() if self.boundaries is None else inside_kernels(self.boundaries)
 
     def host_us(self, node: fx.Node) -> float:
-        """Return host us to launch a node; 0 if its fused kernel is counted at another node."""
+        """Return host time in us to launch a node; 0 if another node of its kernel counts it."""
         hardware = self.predictor.hardware
         if group_of(node) is not None:
             return hardware.collective_us
@@ -148,7 +148,7 @@ class ProfiledCost:
 def operations(analysis: GraphAnalysis, cost: NodeCost) -> list[Operation]:
     """Return the nodes of a graph as operations of the simulator, in the order of the graph.
 
-    Only ``ProfiledCost`` gives host times. The host enters the graph before the first launch.
+    Host times are 0 unless ``cost`` is a ``ProfiledCost``. The first one includes ``graph_us``.
     """
     found: list[Operation] = []
     host = cost if isinstance(cost, ProfiledCost) else None
@@ -189,8 +189,8 @@ def _is_attention(node: fx.Node) -> bool:
 def node_key(node: fx.Node, sizes: Sizes) -> str:
     """Return the key under which a table of profiles has the time of a node.
 
-    All attention operators share one key, because PyTorch chooses among them by the device on which
-    it traces, and a plan may be made on another device than it is for.
+    All attention operators share one key in forward and one in backward: PyTorch chooses among them
+    by the device on which it traces, but a plan may be for another device.
     """
     name, numbers = str(node.target), [v for v in node.args if isinstance(v, int | float | str)]
     results = map(result_of, node.all_input_nodes)
@@ -198,14 +198,14 @@ def node_key(node: fx.Node, sizes: Sizes) -> str:
     if _is_attention(node):
         is_backward = operator_name(node).endswith("_backward")
         name = f"attention{'_backward' if is_backward else ''}"
-        tensors = tensors[: 4 if is_backward else 3]  # gradient if backward, queries, keys, values
+        tensors = tensors[: 4 if is_backward else 3]  # query, key, value (backward: and gradient)
         numbers = [_named_arguments(node).get("is_causal", False)]
     shapes, dtypes = [sizes.shape(tensor) for tensor in tensors], [t.dtype for t in tensors]
     return operation_key(name, shapes, dtypes, rest=" ".join(map(str, numbers)))
 
 
 def _predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
-    """Predict a node's us by a roofline of FLOPs and memory, or FLOPs and link if a fused layer."""
+    """Predict a node's time in us from FLOPs and memory; for a fused layer, from FLOPs and link."""
     if collective_kind(node) == "fused":
         return _fused_layer_us(node, predictor, sizes)
     kernel_us = predictor.hardware.kernel_us
@@ -223,7 +223,7 @@ def _predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
 def exchanged_bytes(node: fx.Node, sizes: Sizes) -> int:
     """Return the bytes per rank of an all-to-all that takes as long as a node's collective.
 
-    In a ring, an all-gather moves the bytes of its result, and an all-reduce moves those of its
+    In a ring, an all-gather moves the bytes of its result, and an all-reduce moves the bytes of its
     operand twice. Source: the bus bandwidth factors of nccl-tests.
     """
     if "all_gather" in operator_name(node):
@@ -238,8 +238,8 @@ def example_arguments(
     """Return positional and keyword example arguments of a node's operator, to time it alone.
 
     Floats are random: an H200 multiplies matrices of ones an eighth faster, presumably with less
-    power. Indices into a table are spread over it, as most are in training: additions to the same
-    row would wait for each other on a GPU. Other integers are 0.
+    power. Indices are spread over the table that they index, as most are in training: additions to
+    one row would wait for each other on a GPU. Other integers are 0.
     """
     table_sizes = _indexed_sizes(node, sizes)
     generator = torch.Generator(device).manual_seed(0)  # leaves the training's generator unchanged
@@ -266,7 +266,7 @@ def example_arguments(
 
 
 def _indexed_sizes(node: fx.Node, sizes: Sizes) -> dict[fx.Node, int]:
-    """Return a node's inputs that are indices into its first input, each with its upper limit."""
+    """Return a node's inputs that are indices into its first input, with their upper limits."""
     table = result_of(node.all_input_nodes[0]) if node.all_input_nodes else None
     name, indices = operator_name(node), node.args[1] if len(node.args) > 1 else None
     if not isinstance(table, torch.Tensor):
@@ -284,10 +284,10 @@ def _indexed_sizes(node: fx.Node, sizes: Sizes) -> dict[fx.Node, int]:
 
 
 def _fused_layer_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
-    """Predict the microseconds of a fused layer: two GEMMs overlapped with dispatch and combine.
+    """Predict the time in us of a fused layer: two GEMMs overlapped with dispatch and combine.
 
-    Each half takes the longer of GEMM and link. Rows are counted as if this rank received as many
-    as its tokens have choices, and as if each choice sent a row.
+    Each GEMM takes its own time or that of its transfer, whichever is longer. The prediction
+    assumes that this rank sends one row for each choice of its tokens, and receives as many.
     """
     arguments = _named_arguments(node)
     up_LGD, down_LDF, topk_idx_TK = (
@@ -315,7 +315,7 @@ def _gemm_flops(node: fx.Node, sizes: Sizes) -> float:
 
     This holds for dense, batched and grouped GEMMs, with groups along rows or the inner dimension.
     Attention has 2 batched GEMMs (queries by keys, scores by values), and its backward has 5. A
-    causal mask halves them.
+    causal mask halves the FLOPs.
     """
     if _is_attention(node):
         is_backward = operator_name(node).endswith("_backward")

@@ -19,12 +19,12 @@ class Options:
     Attributes:
         passes: "wgrad" schedules weight-gradient GEMMs under all-to-alls, "none" moves no node.
         inner: compiler after the passes: "inductor", or "eager", which runs operators one by one.
-        memory_margin: share by which the passes may raise the peak memory of the step.
-        profiles: file of measured times; "" predicts all times. With ``hardware`` and without
-            ``measure``, the times of that device are used, of any versions.
-        measure: measure the times that the file lacks: rank 0 operators, all ranks collectives.
+        memory_margin: fraction by which the passes may raise the peak memory of the step.
+        profiles: file of measured times; with "", all times are predicted. With ``hardware`` and
+            without ``measure``, times of that device with any software versions are used.
+        measure: measure times that the file lacks: operators on rank 0, collectives on all ranks.
         hardware: device that times are predicted for; None for the device of the graph.
-        unknown_size: value for sizes that depend on data, such as the rows that a rank receives.
+        unknown_size: assumed for sizes that depend on data, such as the rows that a rank receives.
         agree: let ranks compare their graphs and use the plan of rank 0. Otherwise each rank makes
             its own plan: for a single process, or for tests.
         timeout_s: time that a rank waits for the others to compile the same graph, in seconds.
@@ -52,7 +52,7 @@ class Options:
 
 
 def parse_options(values: dict[str, object] | None) -> Options:
-    """Return ``Options`` with the values of a dict; options that it lacks get their defaults.
+    """Return ``Options`` with the values of a dict; options missing in the dict get their defaults.
 
     Raises a ``ValueError`` if a name is unknown or a value is not allowed.
     """

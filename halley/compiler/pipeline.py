@@ -1,8 +1,8 @@
 """Run the compiler passes on one graph; ranks compare their graphs and apply the plan of rank 0.
 
-Every change that Halley makes to a graph, in the order of execution. Changes 2 and 3 are
-``run_passes``. ``backend.py`` (inner compiler "eager") and ``inductor.py`` (inner compiler
-"inductor") call it, and then make the changes below it. A change is made to the forward and to the
+This list has every change that Halley makes to a graph, in the order of execution. ``run_passes``
+makes changes 2 and 3. ``backend.py`` (inner compiler "eager") and ``inductor.py`` (inner compiler
+"inductor") call it, and then make the changes after 3. A change is made to the forward and to the
 backward graph, for both inner compilers, unless the list says otherwise. "Lint" is the check of
 torch that a graph is well formed.
 
@@ -11,15 +11,15 @@ torch that a graph is well formed.
     has one gradient for each input.
  2  Remove repeated waits (graph_collectives.py), whose result another wait has returned already.
  3  Schedule weight gradients (wgrad/). May reorder nodes: weight gradients, all-reduces of
-    gradients and waits move. Checked: each node is there once, after everything it needs; lint.
+    gradients and waits move. Checked: each node is there once, after the nodes it needs; lint.
  4  Decompose operators (inductor.py; inductor on a GPU only). May replace an operator of Halley by
     ATen operators. Checked: lint.
  5  Reserve SMs (this file; on a GPU only). May replace a GEMM by the same GEMM with an SM
     carve-out, if one was measured. Checked: lint.
  6  Add control dependencies (inductor.py; inductor only). May wrap the GEMMs and the wait of an
     overlap window so that Inductor keeps the GEMMs in it. Checked: lint.
- 7  Insert gradient-ready hooks (gradient_ready.py; backward only). May return None for a gradient
-    and call the parameter's hook with it instead. Checked: lint.
+ 7  Insert gradient-ready hooks (gradient_ready.py; backward only). May call a parameter's hook with
+    its gradient, and return None instead of the gradient. Checked: lint.
  8  Sort kernels (inductor.py; inductor only, not if ``passes`` is "none"). May reorder the fused
     kernels. Checked: Inductor sorts them so that their dependencies come first.
 
@@ -59,14 +59,14 @@ from halley.ops.sm_carveout import gemm_with_carveout
 
 
 def run_passes(graph: fx.Graph, options: Options, *, step_peak: int = 0) -> OrderReport | None:
-    """Remove repeated waits and schedule weight gradients; return a report, None if not scheduled.
+    """Remove repeated waits and schedule weight gradients; return a report, None if not planned.
 
     All ranks of the graph's process groups must call this. Nothing is scheduled if ``passes`` is
-    "none", or the graph has no all-to-all. Nor is anything, after a warning, if the graph calls
-    a collective that Halley does not know, or if the ranks' graphs differ in their computation.
+    "none", the graph has no all-to-all, the graph calls a collective that Halley does not know, or
+    the ranks' graphs differ in their computation. The last two cases give a warning.
 
     Args:
-        graph: of operators, from aot_autograd or Inductor; changed in place.
+        graph: graph of operators, from aot_autograd or Inductor; changed in place.
         step_peak: peak of live bytes of the step to which the graph belongs; 0 if unknown.
             ``memory_margin`` is relative to it or to the graph's own peak, whichever is higher.
 
@@ -147,9 +147,9 @@ def device_of(graph: fx.Graph) -> torch.device:
 def _open_consensus(
     graph: fx.Graph, analysis: GraphAnalysis, options: Options
 ) -> list[Consensus] | None:
-    """Compare graphs across ranks; return each group's ``Consensus``, or None: change no graph.
+    """Compare a graph across ranks; return each group's ``Consensus``, None if it must not change.
 
-    No rank is asked if the graph has no collective. Without ``agree``, the list is empty.
+    A graph without collectives is not compared. Without option ``agree``, the list is empty.
     """
     if unknown := unknown_collectives(graph.nodes):
         warnings.warn(
@@ -216,7 +216,7 @@ def _build_cost(
             raise ValueError(f"profiles ({path}) must be a file unless measure is set")
         table = ProfileTable(path, environment, offline=not options.measure)
 
-    # ``share`` runs ``read`` on rank 0. If that fails, for example without a file, all ranks raise.
+    # ``share`` runs ``read`` on rank 0. If ``read`` fails, all ranks raise an error.
     groups[0].share("profiles", read) if groups else read()
     begin_s = time.perf_counter()
     keys = curve_keys(groups)
@@ -237,8 +237,8 @@ def _build_cost(
 def reserve_sms(graph: fx.Graph, sm_margins: tuple[int, int], *, in_all: bool = False) -> None:
     """Make GEMMs in overlap windows of all-to-alls, or all GEMMs (``in_all``), leave SMs free.
 
-    The graph must be in its final order, and GEMMs keep their node and its place. A GEMM with
-    unusual arguments, or inside another operator, is not changed.
+    The graph must be in its final order. Each GEMM keeps its node and position. A GEMM with unusual
+    arguments, or inside another operator, is not changed.
 
     Args:
         sm_margins: number of SMs that dense and grouped GEMMs leave free; 0 changes nothing.

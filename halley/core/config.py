@@ -46,8 +46,8 @@ class RouterConfig:
             switch never does this, top2 always.
         capacity_factor: an expert accepts at most ``capacity_factor * T * K / E`` slots of a rank's
             microbatch, and further slots are dropped; 0 drops none.
-        priority: the slots that an expert with a capacity accepts first: those of earlier tokens
-            ("order"), or those with a larger weight ("weight", batch prioritized routing).
+        priority: which slots an expert with a capacity accepts first: slots of earlier tokens
+            ("order"), or slots with a larger weight ("weight", batch prioritized routing).
         num_groups, num_limited_groups: sigmoid only. Experts are chosen from the best
             ``num_limited_groups`` of ``num_groups`` groups.
         scaling_factor: sigmoid only; multiplies the weights.
@@ -81,7 +81,7 @@ class RouterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """The configuration of one MoE layer, without its hidden size, which is the model's."""
+    """The configuration of one MoE layer, without the hidden size, which ``ModelConfig`` has."""
 
     num_experts: int
     top_k: int
@@ -170,7 +170,7 @@ class ModelConfig:
 class DataConfig:
     """The training text of a run, and the length of a training sequence in bytes."""
 
-    path: str | None = None  # a file or folder; None for the sources of Python's standard library
+    path: str | None = None  # file or folder; None for the source code of Python's standard library
     seq_len: int = 256  # bytes per sequence
 
     def __post_init__(self) -> None:
@@ -186,12 +186,12 @@ class OptimizerConfig:
     kind: Literal["adamw", "sgd"] = "adamw"
     learning_rate: float = 1e-3
     warmup_steps: int = 20  # steps over which the learning rate rises from 0
-    final_fraction: float = 0.1  # end of the cosine decay, as a fraction of ``learning_rate``
+    final_fraction: float = 0.1  # learning rate after the decay, as a fraction of ``learning_rate``
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    clip_norm: float = 1.0  # gradients with a larger global norm are scaled to this; 0: never
+    clip_norm: float = 1.0  # gradients with a larger global norm are scaled to this norm; 0: never
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="optimizer.")
@@ -237,13 +237,13 @@ class TrainConfig:
 class CheckpointConfig:
     """When a run writes checkpoints, how many it keeps, and whether it resumes from the newest one.
 
-    It writes to ``<output>/checkpoints``, also at its end, and before SIGINT or SIGTERM ends it.
+    A run writes to ``<output>/checkpoints``, also when it ends, by itself or by SIGINT or SIGTERM.
     """
 
-    every_minutes: float = 10.0  # minutes between checkpoints; 0 for none by time
-    every_steps: int = 0  # steps between checkpoints; 0 for none by steps
+    every_minutes: float = 10.0  # minutes between checkpoints; 0 turns this off
+    every_steps: int = 0  # steps between checkpoints; 0 turns this off
     keep: int = 2  # number of newest complete checkpoints to keep
-    resume: bool = True  # resume from the newest checkpoint; if false, a folder with any is refused
+    resume: bool = True  # from the newest checkpoint; if false, existing checkpoints are an error
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="checkpoint.")
@@ -259,10 +259,10 @@ class RunConfig:
     Attributes:
         output: folder for metrics, checkpoints and exports.
         strategy: how routed experts run: a name of ``halley.strategies.registry``; one name per MoE
-            layer, separated by commas; or "planned", which takes the fastest predicted ones.
+            layer, separated by commas; or "planned" for the strategies predicted to be fastest.
         passes: graph passes of ``halley.compiler`` on the compiled model. All but "none" need
             strategies that a graph can contain: "functional", "unfused", "fused".
-        profiles: file of measured times, from which the passes plan; ranks add missing times.
+        profiles: file of measured times, which the passes use; ranks add missing times.
             "auto" is a file in the user's cache folder on GPUs, and no file on CPUs. With "", all
             times are predicted.
         num_chunks: chunks of the chunked strategy; 0 lets the cost model choose.
@@ -307,7 +307,7 @@ class RunConfig:
 def num_even_rows(config: RunConfig) -> int:
     """Return how many rows a rank's experts receive per microbatch in a layer with balanced load.
 
-    The rank sends as many: K for each token, each to all ``expert_tp_size`` ranks of the expert.
+    The rank sends as many rows: ``top_k * expert_tp_size`` for each token.
     """
     num_tokens = config.train.batch_size * config.data.seq_len
     return num_tokens * config.model.moe.top_k * config.expert_tp_size

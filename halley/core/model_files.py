@@ -52,7 +52,7 @@ def is_model_file(name: str) -> bool:
 
 
 def read_model(path: Path) -> ModelConfig:
-    """Return the model configuration of a ``config.json``, given its path or that of its folder.
+    """Return the model configuration in a ``config.json``; ``path`` is this file or its folder.
 
     Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3, GLM-4-MoE, MiniMax-M2, Phi-MoE and GPT-OSS
     models are known; another one works if it has the same keys. The model is named after the
@@ -61,12 +61,12 @@ def read_model(path: Path) -> ModelConfig:
     path = path / "config.json" if path.is_dir() else path
     where = f"model ({show_name(str(path))})"
     found = read_json(path, what="model", max_bytes=_MAX_BYTES)
-    if isinstance(found, dict) and "text_config" in found:  # of a model with several modalities
+    if isinstance(found, dict) and "text_config" in found:  # the model is multimodal
         found = cast(dict[str, object], found)["text_config"]
     if not isinstance(found, dict):
         raise ValueError(f"{where} must be a JSON object")
     given = cast(dict[str, Any], found)
-    if isinstance(rope := given.get("rope_parameters"), dict):  # of Transformers 5
+    if isinstance(rope := given.get("rope_parameters"), dict):  # Transformers 5 wrote the file
         given = {**cast(dict[str, Any], rope), **given}
     kind = given.get("model_type")
     router, moe = _take(given, _ROUTER_KEYS), _take(given, _MOE_KEYS)
@@ -98,7 +98,7 @@ def read_model(path: Path) -> ModelConfig:
 
 
 def parse_sizes(text: str) -> ModelConfig:
-    """Return a model of one layer with the sizes of a text such as "E=128,K=8,D=2048,F=768".
+    """Return a one-layer model's configuration, from sizes such as "E=128,K=8,D=2048,F=768".
 
     E is the number of experts, K the experts of a token, D the hidden size, and F the intermediate
     size of an expert. A wrong text is a ``ValueError``.

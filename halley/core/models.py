@@ -105,7 +105,7 @@ NAMED_MODELS: dict[str, ModelConfig] = {model.name: model for model in _MODELS}
 
 
 def find_model(name: str) -> ModelConfig:
-    """Return a named model's configuration; raise a ``ValueError`` with all names if unknown."""
+    """Return a model's configuration by its name, file or sizes, or raise a ``ValueError``."""
     if is_model_file(name):
         return read_model(Path(name))
     if "=" in name:
@@ -179,7 +179,7 @@ def _parse_value(text: str) -> object:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
-    return parsed["value"] if len(parsed) == 1 else text  # a text of several lines sets more keys
+    return parsed["value"] if len(parsed) == 1 else text  # several lines of text can set more keys
 
 
 def _merge(base: Table, changes: Table, *, prefix: str) -> None:

@@ -53,9 +53,9 @@ def write_counts(
 def read_counts(path: Path) -> list[list[float]]:
     """Read from JSON how often tokens chose each expert of each layer; return M lists of E counts.
 
-    The file is one of ``write_counts``, or a JSON list of numbers (one layer) or of lists of
+    ``write_counts`` wrote the file, or it is a JSON list of numbers (one layer) or of lists of
     numbers (one list per layer). A negative count, layers with different numbers of experts, and a
-    layer without any slot are a ``ValueError``.
+    layer whose counts are all 0 are a ``ValueError``.
     """
     where = f"counts ({path})"
     found = read_json(path, what="counts", max_bytes=_MAX_BYTES)
@@ -153,8 +153,8 @@ def replica_choices(placement: ExpertPlacement, *, rank: int) -> tuple[torch.Ten
     """Return, for each expert, the replica ids to which ``rank`` may send slots, and their number.
 
     A rank that holds an expert uses only its own replica, so that no row crosses the link. The
-    first result is ``(E + 1, C)`` int64, with a last row for ``DROPPED``, the second one the number
-    of valid columns of each row, ``(E + 1,)`` int64.
+    first result is ``(E + 1, C)`` int64, with a last row for ``DROPPED``. The second result,
+    ``(E + 1,)`` int64, is the number of valid columns of each row.
     """
     choices: list[list[int]] = []
     experts_WL, num_local = placement.experts_WL, placement.num_local

@@ -1,4 +1,4 @@
-"""Routed experts in plain PyTorch on one process: the definition with which tests compare."""
+"""Compute routed experts in plain PyTorch in one process, as the reference values of tests."""
 
 import torch
 import torch.nn.functional as F

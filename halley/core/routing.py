@@ -22,13 +22,13 @@ def count_tokens_per_expert(topk_idx_TK: torch.Tensor, num_experts: int) -> torc
     """Return the number of slots of each expert, ``(E,)`` int64, without the dropped slots."""
     idx_N = topk_idx_TK.flatten()
     counts_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=idx_N.device)
-    # -1 (DROPPED) is counted at E. ``index_add_`` would be a serial sum in Inductor, 0.5 ms.
+    # DROPPED (-1) counts at index E. Inductor makes ``index_add_`` a serial sum that takes 0.5 ms.
     counts_E.scatter_add_(0, idx_N % (num_experts + 1), torch.ones_like(idx_N))
     return counts_E[:num_experts]
 
 
 def chunk_sizes(num_local_experts: int, num_chunks: int) -> list[int]:
-    """Return how many local experts each of ``num_chunks`` chunks has; they differ by at most 1."""
+    """Return the sizes of ``num_chunks`` chunks of local experts; the sizes differ by at most 1."""
     if not 1 <= num_chunks <= num_local_experts:
         rule = f"between 1 and num_local_experts ({num_local_experts})"
         raise ValueError(f"num_chunks ({num_chunks}) must be {rule}")
@@ -37,9 +37,9 @@ def chunk_sizes(num_local_experts: int, num_chunks: int) -> list[int]:
 
 
 def sort_keys(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sorted expert ids and the slots in that order: by expert, then token, dropped last.
+    """Sort slots by expert, then token, dropped slots last; return their expert ids and the slots.
 
-    Both are ``(N,)``, the slots int64. The key of a dropped slot is larger than all expert ids.
+    Both are ``(N,)``, the slots int64. A dropped slot gets an id larger than all expert ids.
     Example: idx [[0, 2], [2, 1]] gives the slots 0, 3, 1, 2.
     """
     if num_experts > MAX_EXPERTS:
@@ -129,7 +129,7 @@ def order_by_expert(
     counts_LW = np.ascontiguousarray(counts_WL.T)
     arrival_end_WL = counts_WL.cumsum().reshape(counts_WL.shape)
     expert_end_LW = counts_LW.cumsum().reshape(counts_LW.shape)
-    # Shift of a (source, expert) pair: where its rows end by expert, minus their end on arrival.
+    # For each (source, expert): end of its rows in order of expert, minus end in order of arrival.
     shift_WL = expert_end_LW.T - arrival_end_WL
     rows_R = np.arange(num_recv, dtype=np.int32)
     np.subtract(rows_R, np.repeat(shift_WL.T, counts_LW.ravel()), out=orders[0], casting="unsafe")
@@ -142,7 +142,7 @@ def order_by_expert(
 class ShardedDim:
     """The dimension, of size F or 2F, along which tensor-parallel ranks divide an expert weight."""
 
-    dim: int  # counted from the end, below 0
+    dim: int  # negative, so counted from the end
     parts: int  # number of matrices stacked along ``dim`` (2 for gate and up); each is divided
 
     def shard(self, weight: torch.Tensor, *, tp_rank: int, tp_size: int) -> torch.Tensor:
@@ -154,7 +154,7 @@ class ShardedDim:
         return divided.select(self.dim - 1, tp_rank).flatten(self.dim - 1, self.dim)
 
     def unstack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a view with gate and up along a dimension of their own, or an unstacked weight.
+        """Return a view with a new dimension for gate and up; return other weights unchanged.
 
         Example: (L, 2F, D) becomes (L, 2, F, D), and a shard is a slice of the dimension F.
         """

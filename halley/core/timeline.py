@@ -53,7 +53,7 @@ class CurrentOperation:
     name: str = ""  # of the operation that began last
     num_operations: int = 0
     wait_depth: int = 0  # number of open ``waiting`` contexts, one inside the other
-    polled_s: float = -_POLL_LASTS_S  # ``time.monotonic`` at the last ``poll``; at first long ago
+    polled_s: float = -_POLL_LASTS_S  # time of the last ``poll``; the first value means no poll
 
     @property
     def is_waiting(self) -> bool:
@@ -70,7 +70,7 @@ class CurrentOperation:
     ) -> AbstractContextManager[object]:
         """Return a context that begins operation ``name`` and marks this process as waiting in it.
 
-        A nested context begins no operation. ``inside`` is a context to enter and leave with it.
+        ``inside`` is another context, entered and left with it. A nested wait begins no operation.
         """
         return _Wait(self, name, inside or nullcontext())
 
@@ -98,19 +98,19 @@ class _Wait:
         return self.inside.__exit__(*error)
 
 
-# This object is global, because custom operators and autograd threads write to it, and PyTorch,
-# which calls them, cannot pass it on. The watchdog reads it to find deadlocks.
+# This object is global, because custom operators and autograd threads write to it, and PyTorch
+# calls them without passing it as an argument. The watchdog reads it to find deadlocks.
 CURRENT_OPERATION: Final = CurrentOperation()
 
 
 @final
 class Recorder:
-    """Records spans of a step: the wall clock times them on a CPU, CUDA events on a GPU.
+    """Records spans of a step, timed by the wall clock on a CPU and by CUDA events on a GPU.
 
-    The host reads the events only in ``collect``, so marking a span never makes it wait. A profiler
-    shows the same spans as ``halley::<name>``. Any thread may mark spans, also the thread that runs
-    backward. If ``enabled`` is false, spans are shown to the profiler but not recorded. It may be
-    changed between steps.
+    The host reads the events only in ``collect``, so it never waits when a span begins or ends. A
+    profiler shows the same spans as ``halley::<name>``. Any thread may mark spans, also the thread
+    that runs backward. If ``enabled`` is false, spans are shown to the profiler but not recorded.
+    A caller may change ``enabled`` between steps.
     """
 
     def __init__(self, device: torch.device | str, *, rank: int = 0, enabled: bool = True) -> None:
@@ -125,9 +125,9 @@ class Recorder:
     def span(self, name: str, *, stream: str = "compute") -> AbstractContextManager[object]:
         """Return a context that records the ``with`` block as one span while ``enabled`` is true.
 
-        Waits for ranks have stream "exposed" and names in ".wait". The block runs at another time
-        than its work inside ``torch.compile``, where nothing is recorded, and inside a CUDA graph
-        capture, where only the profiler shows the span.
+        Spans of waits for other ranks have stream "exposed" and names that end in ".wait". Inside
+        ``torch.compile``, nothing is recorded, and inside a CUDA graph capture, only the profiler
+        shows the span, because the block does not run its work then.
         """
         mark: AbstractContextManager[object] = nullcontext()
         if torch.compiler.is_compiling():
@@ -143,7 +143,7 @@ class Recorder:
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Record nothing until the end of the context, also after an error."""
+        """Record nothing in the ``with`` block; restore ``enabled`` after it, also on an error."""
         enabled, self.enabled = self.enabled, False
         try:
             yield
@@ -151,7 +151,7 @@ class Recorder:
             self.enabled = enabled
 
     def collect(self) -> list[Span]:
-        """Wait for the device; return the spans since the last call, sorted; time starts at 0."""
+        """Wait for the device; return spans since the last call, sorted by start, from time 0."""
         marks, self._marks = self._marks, []
         if not marks:
             return []
@@ -207,7 +207,7 @@ def union_us(spans: Iterable[Span]) -> float:
 
 
 def subtract(intervals: list[Interval], cover: list[Interval]) -> list[Interval]:
-    """Return the parts of ``intervals`` outside ``cover``; both are disjoint and in order."""
+    """Return the times in ``intervals`` but not in ``cover``; both lists are sorted and merged."""
     uncovered: list[Interval] = []
     for start_us, end_us in intervals:
         first = bisect_right(cover, start_us, key=lambda each: each[1])
@@ -222,10 +222,10 @@ def subtract(intervals: list[Interval], cover: list[Interval]) -> list[Interval]
 
 
 def waited_us(spans: Iterable[Span]) -> float | None:
-    """Return the us that a rank waited for communication, or None if its layers record no waits.
+    """Return the microseconds of a rank's waits for communication; None if layers record no waits.
 
-    Layers that communicate inside kernels or compiled graphs record no waits. The waits of their
-    step for gradient sums and replicas alone would be misleading.
+    Layers that communicate inside kernels or compiled graphs record no waits. A sum of only the
+    waits for gradients and replicas would be misleading.
     """
     waits = [span for span in spans if span.stream == "exposed"]
     is_known = any(not span.name.startswith(("gradients", "replicas")) for span in waits)

@@ -27,7 +27,7 @@ MAX_DEPTH = 32  # deepest nesting of lists and objects; Halley's own files have 
 Table = dict[str, object]
 Record = typing.TypeVar("Record")
 
-_MAX_SHOWN = 80  # characters of a wrong value in a message
+_MAX_SHOWN = 80  # largest number of characters of a wrong value in a message
 _NEAR = 2 / 3  # from this difflib ratio, an unknown name counts as a misspelling
 
 
@@ -48,7 +48,7 @@ def show_name(value: object) -> str:
 
 
 def check_choice(value: object, choices: typing.Iterable[object], *, name: str) -> None:
-    """Raise a ``ValueError`` unless a value equals one of the choices and has its type."""
+    """Raise a ``ValueError`` unless a value equals one of the choices and has the same type."""
     allowed = tuple(choices)
     if not any(type(value) is type(each) and value == each for each in allowed):
         listed = ", ".join(map(repr, allowed))
@@ -96,7 +96,7 @@ def check_type(value: typing.Any, kind: typing.Any, *, name: str) -> None:
 def build(cls: type[Record], table: object, *, prefix: str = "") -> Record:
     """Build a dataclass, and the dataclasses inside it, from a table parsed from TOML or JSON.
 
-    Lists become tuples, ints floats, and tables dataclasses, where the annotations say so. An
+    Lists become tuples, ints become floats, and tables become dataclasses, if annotated so. An
     unknown or missing key, a value of a wrong type, and a value that the class refuses are a
     ``ValueError``. ``prefix``, such as "model.moe.", precedes the field names in messages.
     """
@@ -188,7 +188,7 @@ def parse_device(device: object, *, types: tuple[str, ...] = ("cpu", "cuda")) ->
 def read_text(path: Path, *, what: str, max_bytes: int) -> str:
     """Return the text of a UTF-8 file of at most ``max_bytes`` bytes.
 
-    ``what``, such as "placement", is the start of each message. The null device reads as an
+    ``what``, such as "placement", starts each error message. The null device reads as an
     empty file. Other devices, pipes and sockets can block, and are a ``ValueError``, as is a file
     that is missing, cannot be read, is too large or is not UTF-8.
     """
@@ -209,7 +209,7 @@ def read_json(path: Path, *, what: str, max_bytes: int) -> object:
 def read_json_lines(path: Path, *, what: str, max_bytes: int) -> Iterator[tuple[str, object]]:
     """Yield, for each line of a JSON-lines file, a prefix for error messages and the parsed value.
 
-    A start is "/a/b.jsonl:3 must be a line of profiles:". A missing file has no lines.
+    A prefix reads "/a/b.jsonl:3 must be a line of profiles:". A missing file has no lines.
     """
     try:
         text = read_text(path, what=what, max_bytes=max_bytes)
@@ -217,7 +217,7 @@ def read_json_lines(path: Path, *, what: str, max_bytes: int) -> Iterator[tuple[
         if isinstance(error.__cause__, FileNotFoundError):
             return
         raise
-    # ``splitlines`` would also split at U+2028 and others, which JSON strings may contain.
+    # ``splitlines`` would also split at U+2028 and others that JSON strings may contain.
     lines = text.removesuffix("\n").split("\n") if text else []
     for number, line in enumerate(lines, start=1):
         where = f"{path}:{number} must be a line of {what}:"
@@ -259,7 +259,7 @@ def _read_bytes(path: Path, *, what: str, max_bytes: int) -> bytes:
         if not stat.S_ISREG(info.st_mode):
             kind = "Is a directory" if stat.S_ISDIR(info.st_mode) else "Not a regular file"
             raise ValueError(f"{what} ({path}) must be a readable file: {kind}")
-        content = file.read(max_bytes + 1)  # files of /proc have an ``st_size`` of 0
+        content = file.read(max_bytes + 1)  # not ``st_size``, which is 0 for files of /proc
     if len(content) > max_bytes:
         num_bytes = max(info.st_size, len(content))
         raise ValueError(f"{what} ({path}) must have at most {max_bytes} bytes and has {num_bytes}")

@@ -1,4 +1,4 @@
-"""Predict execution times by hardware tables, measured profiles and a discrete-event simulator.
+"""Predict execution times from hardware tables, measured profiles and a discrete-event simulator.
 
 Start with ``hardware.py``; ``simulate.py`` turns tasks into a timeline.
 """

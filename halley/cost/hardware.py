@@ -26,30 +26,30 @@ class Hardware:
     gemm_flops_per_s: float  # of a large bfloat16 matmul (float32 on a CPU)
     peak_flops_per_s: float | None  # dense bfloat16, of the data sheet, for MFU; None: unknown
     memory_bytes_per_s: float  # of a large copy, bytes read plus bytes written
-    fused_bytes_per_s: float  # the same rate of kernels that also compute or gather rows
-    link_bytes_per_s: float  # of an all-to-all, bytes out of each device
+    fused_bytes_per_s: float  # the same for kernels that also compute or gather rows
+    link_bytes_per_s: float  # of an all-to-all: bytes that leave each device
     link_latency_us: float  # time of the shortest all-to-all
     launch_us: float  # host time to launch one kernel
     kernel_us: float  # time of the shortest kernel plus the gap before the next one
     graph_us: float = 0.0  # host time from the call of a compiled graph to its first operator
-    call_us: float = 0.0  # host time of an operator of a compiled graph; Inductor's: a third of it
+    call_us: float = 0.0  # host time of a call in a compiled graph; a third for Inductor kernels
     collective_us: float = 0.0  # host time to start one collective
-    split_sum_us: float = 0.0  # of the second kernel of a sum over many rows: adds partial sums
-    network_bytes_per_s: float = 0.0  # of an all-to-all between nodes; 0: that of the link
+    split_sum_us: float = 0.0  # time of the kernel that adds partial sums of a sum over many rows
+    network_bytes_per_s: float = 0.0  # of an all-to-all between nodes; 0: rate of the link
     device_bytes: float = 0.0  # memory of the device; 0: unknown
     read_us: float = 0.0  # time in which the host reads a value from the device
-    eager_us: float = 0.0  # host time of one operation of an eager layer: docs/predictions.md
-    runs_fused: bool = False  # whether Halley's kernels run: compute capability 9.0 or higher
-    num_sms: int = 0  # over which the tiles of a grouped GEMM are spread; 0: it has no tiles
+    eager_us: float = 0.0  # host time of an operation of an eager layer (docs/predictions.md)
+    runs_fused: bool = False  # whether Halley's kernels can run: compute capability 9.0 or higher
+    num_sms: int = 0  # SMs that share the tiles of a grouped GEMM; 0: predict without tiles
 
 
-# Sources of the H200's numbers. Rates: measured on four GPUs of one host with torch 2.11 and NCCL
-# 2.28, by a grouped GEMM and an NCCL all-to-all of 32 MiB per peer. Peak: data sheet (SXM). Host
-# times except ``eager_us`` (see docs/predictions.md) are fitted to the forward of GPT2-L-MoE,
+# Rates of the H200 were measured on four GPUs of one host with torch 2.11 and NCCL 2.28, by a
+# grouped GEMM and an NCCL all-to-all of 32 MiB per peer. The peak is from the data sheet (SXM).
+# Host times except ``eager_us`` (see docs/predictions.md) are fitted to the forward of GPT2-L-MoE,
 # compiled by Inductor in two microbatches, which takes 47 ms. As a check, six of its layers in one
-# batch take 12.7 to 13.1 ms; the prediction is 13.6 ms. graph_us: traces have gaps of 0.9 ms before
-# the first kernel, 0.8 ms from forward to backward. fused_bytes_per_s: Inductor's kernels in
-# GPT2-S-MoE take 6.0 ms, a copy of their bytes 4.7 ms.
+# batch take 12.7 to 13.1 ms; the prediction is 13.6 ms. For ``graph_us``, traces have gaps of 0.9
+# ms before the first kernel, and 0.8 ms from forward to backward. For ``fused_bytes_per_s``,
+# Inductor's kernels in GPT2-S-MoE take 6.0 ms, and a copy of as many bytes takes 4.7 ms.
 H200 = Hardware(
     name="NVIDIA H200",
     gemm_flops_per_s=700e12,
@@ -145,7 +145,7 @@ def find_hardware(device: str) -> Hardware:
 
 @final
 class Predictor:
-    """Predicts microseconds of GEMMs, all-to-alls and memory traffic: a roofline with latencies."""
+    """Predicts times in us of GEMMs, all-to-alls and memory traffic: a roofline with latencies."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
@@ -153,7 +153,7 @@ class Predictor:
     def grouped_gemm_us(
         self, num_rows: float, num_groups: int, *, inner: int, outer: int, itemsize: int
     ) -> float:
-        """Predict the us of a grouped GEMM: ``num_rows`` rows in total, ``num_groups`` matrices."""
+        """Predict the time in us of a grouped GEMM: ``num_rows`` rows, ``num_groups`` matrices."""
         area, num_sms = num_rows * outer, self.hardware.num_sms
         if num_sms:  # on average, the last tile of a group and the last wave of tiles are half full
             area += (num_groups * outer + num_sms * _TILE_COLUMNS) * _TILE_ROWS / 2
@@ -164,22 +164,22 @@ class Predictor:
         return math.hypot(compute_s, memory_s) * 1e6 + self.hardware.launch_us
 
     def all_to_all_us(self, num_bytes: float) -> float:
-        """Predict the us of an all-to-all: each rank sends ``num_bytes`` in total to its peers."""
+        """Predict the time in us of an all-to-all; each rank sends ``num_bytes`` in total."""
         return self.hardware.link_latency_us + num_bytes / self.hardware.link_bytes_per_s * 1e6
 
     def network_us(self, num_bytes: float) -> float:
-        """Predict the us of an all-to-all between nodes; each rank sends ``num_bytes`` in total."""
+        """Predict the time in us of an all-to-all across nodes; each rank sends ``num_bytes``."""
         rate = self.hardware.network_bytes_per_s or self.hardware.link_bytes_per_s
         return self.hardware.link_latency_us + num_bytes / rate * 1e6
 
     def memory_us(self, num_bytes: float, *, num_ops: int = 1) -> float:
-        """Predict the us of ``num_ops`` element-wise operations that move ``num_bytes`` in all."""
+        """Predict the time in us of ``num_ops`` element-wise operations that move ``num_bytes``."""
         launches_us = num_ops * self.hardware.launch_us
         return max(num_bytes / self.hardware.memory_bytes_per_s * 1e6, launches_us)
 
 
 def predictor_of(device: torch.device | str) -> Predictor:
-    """Return the cost model for a device; for a GPU that Halley does not know, that of an H200."""
+    """Return the ``Predictor`` of a device; a GPU that Halley does not know counts as an H200."""
     device = parse_device(device)
     if device.type == "cpu":
         return Predictor(CPU)
@@ -190,7 +190,7 @@ def predictor_of(device: torch.device | str) -> Predictor:
 
 
 def peak_flops_per_s(device: torch.device) -> float | None:
-    """Return the dense bfloat16 FLOP/s of a GPU, the denominator of MFU; None for a CPU."""
+    """Return the peak dense bfloat16 FLOP/s of a GPU, for MFU; None for a CPU."""
     if device.type == "cpu":
         return None
     try:

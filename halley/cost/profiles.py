@@ -27,10 +27,10 @@ _MAX_FILE_BYTES = 64 * 2**20  # of a file of profiles, whose lines have about 30
 _WARMUP = 10
 _COUNT = 10
 _FLUSH_BYTES = 64 * 2**20  # larger than the L2 cache of an A100, H100 or H200
-_BUSY_CYCLES = 1_000_000  # of the GPU, about 0.5 ms, in which the host launches the timed run
+_BUSY_CYCLES = 1_000_000  # about 0.5 ms, in which the GPU waits and the host launches the run
 _TRIALS = 5
-# Of the numbers of reserved SMs whose slowdown is within 2 % of the least, the smallest is chosen:
-# with more reserved SMs, some GEMMs would need one more wave of CTAs.
+# Among the numbers of reserved SMs whose slowdown is within 2 % of the best, choose the smallest
+# number: with more reserved SMs, some GEMMs would need one more wave of CTAs.
 _AS_GOOD = 1.02
 _GEMMS_PER_COLLECTIVE = 2  # total GEMM time over collective time: GEMMs should end last
 
@@ -57,7 +57,7 @@ class Curve:
             raise ValueError(f"points' microseconds ({least_us}) must be above 0")
 
     def at(self, num_bytes: float) -> float:
-        """Interpolate the us of ``num_bytes``: constant below all points, linear above all."""
+        """Return the time of ``num_bytes`` in us: constant below all points, linear above all."""
         sizes = [size for size, _ in self.points]
         if num_bytes <= sizes[0]:
             return self.points[0][1]
@@ -81,7 +81,7 @@ class Work(Protocol):  # the methods of torch.distributed.Work that are used her
 def measure_us(run: Callable[[], object], *, device: torch.device) -> float:
     """Return the mean time of 10 runs without the fastest and the slowest, in microseconds.
 
-    10 runs of warm-up precede them, as in Lancet's code (arXiv:2404.19429). On a GPU, CUDA events
+    10 warm-up runs come first, as in Lancet's code (arXiv:2404.19429). On a GPU, CUDA events
     measure the time, and each run starts with an overwritten L2 cache. The GPU is kept busy until
     the host has launched the run, so host time does not count.
     """
@@ -119,7 +119,7 @@ def measure_contention(
     or of the collective, divided by the time that it takes alone: medians of five trials.
 
     Args:
-        gemm: runs one GEMM, much shorter than the collective, and leaves that many SMs free.
+        gemm: runs one GEMM that leaves the given number of SMs free; shorter than ``exchange``.
         reserved_sms: numbers of SMs to try, ascending. The result has the chosen ``sm_margin``.
     """
     gemm_us = measure_us(lambda: gemm(0), device=device)
@@ -145,7 +145,7 @@ def measure_contention(
 def _overlap_on_cpu(
     gemm: Callable[[], object], exchange: Callable[[], Work]
 ) -> tuple[float, float]:
-    """Start a collective and run GEMMs until it ends; return their number and the elapsed us."""
+    """Run GEMMs until a new collective ends; return their number and the elapsed time in us."""
     begin = time.perf_counter_ns()
     work, count = exchange(), 0
     while not work.is_completed():
@@ -159,7 +159,7 @@ def _overlap_on_cpu(
 def _overlap_on_gpu(
     gemm: Callable[[], object], exchange: Callable[[], Work], num_gemms: int
 ) -> tuple[float, float]:
-    """Run GEMMs beside a collective; return how many (float) ran during it, and its us."""
+    """Return how many GEMMs (a float) run during a collective, and the collective's time in us."""
     side = torch.cuda.Stream()
     begin, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(num_gemms)]
@@ -183,7 +183,7 @@ def _overlap_on_gpu(
 
 
 def run_us(run: Callable[[], object], device: torch.device) -> float:
-    """Call ``run`` once; return its us, by CUDA events on a GPU, else by the wall clock."""
+    """Call ``run`` once; return its time in us, by CUDA events on a GPU, else by wall clock."""
     if device.type != "cuda":
         begin_ns = time.perf_counter_ns()
         run()
@@ -246,7 +246,7 @@ class _ContentionLine:
 
 @final
 class ProfileTable:
-    """Table of measured operator times, collectives' curves, and contention, of one environment.
+    """Holds measured operator times, curves of collectives and contention for one environment.
 
     ``contention``, and the times and curves of missing keys, are None. Added values replace earlier
     ones, and are appended to the file.
@@ -276,7 +276,7 @@ class ProfileTable:
         return self._curves.get(key)
 
     def measure(self, key: str, run: Callable[[], object], *, device: torch.device) -> float | None:
-        """Return an operator's time in us; if missing, measure and add it; None if ``offline``."""
+        """Return an operator's time in us; measure it if missing, or return None if ``offline``."""
         if key not in self._times_us and not self.offline:
             self.add_time(key, measure_us(run, device=device))
         return self._times_us.get(key)

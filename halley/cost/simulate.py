@@ -71,7 +71,7 @@ def _span(task: Task, start_us: float, duration_us: float) -> Span:
 
 
 def _simulate_contention(tasks: Sequence[Task], contention: Contention) -> list[Span]:
-    """Simulate tasks; computation and communication of a rank slow each other down meanwhile."""
+    """Simulate tasks; concurrent computation and communication of a rank slow each other down."""
     waiting: dict[tuple[int, str], deque[Task]] = defaultdict(deque)  # tasks of each (rank, stream)
     for task in tasks:
         waiting[task.rank, task.stream].append(task)
@@ -102,7 +102,7 @@ def _simulate_contention(tasks: Sequence[Task], contention: Contention) -> list[
 def _rate(
     lane: tuple[int, str], running: Iterable[tuple[int, str]], contention: Contention
 ) -> float:
-    """Return a task's speed on (rank, stream) ``lane``: below 1.0 if ``running`` slows it."""
+    """Return the speed of the task that runs on a (rank, stream): below 1.0 if others slow it."""
     rank, stream = lane
     is_comm = stream == _COMM
     overlaps = stream != HOST and any(
@@ -146,16 +146,16 @@ class GraphTime:
 
     makespan_us: float  # from the call of the graph to the end of the last operation
     comm_us: float  # sum of the times of all collectives
-    exposed_us: float  # time in which a collective runs and no computation
+    exposed_us: float  # time in which a collective but no computation runs
 
 
 def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[Task]:
     """Return simulator tasks for a graph whose operations are launched in the given order.
 
     No operation starts before the host has launched it. At the launch of a collective, its stream
-    waits for the compute stream. So it starts after all computation that was launched before, even
-    if it needs none of it. ``order`` is a permutation of the indices; each comes after the
-    operations that it needs.
+    waits for the compute stream. So the collective starts after all computation launched before,
+    even if it does not need that computation. ``order`` has the index of each operation once, after
+    the indices of the operations that it needs.
     """
     tasks: list[Task] = []
     last_compute = last_read = ""
@@ -163,7 +163,7 @@ def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[T
     for index in order:
         operation, name = operations[index], operations[index].name
         needs = tuple(dict.fromkeys(end for need in operation.needs for end in ends[need]))
-        if operation.role == "free":  # takes no time: its result is ready when its needs are
+        if operation.role == "free":  # takes no time: its result is ready when its inputs are
             ends[index] = needs
             continue
         stream = _COMM if operation.role == "start" else "compute"
@@ -187,7 +187,7 @@ def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[T
 def graph_spans(
     operations: Sequence[Operation], order: Sequence[int], contention: Contention = NO_CONTENTION
 ) -> list[Span]:
-    """Simulate operations in ``order``; return spans, except those of 0 us or of the host."""
+    """Simulate operations in ``order``; return spans longer than 0, without those of the host."""
     spans = simulate(graph_tasks(operations, order), contention)
     return [span for span in spans if span.duration_us > 0.0 and span.stream != HOST]
 

@@ -25,12 +25,12 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 
 USER_ERROR = 2  # exit code for a mistake of the user; the message about it is already printed
-READER_GONE = 141  # 128 + SIGPIPE: exit code after a closed output, as in `halley ... | head -1`
+READER_GONE = 141  # 128 + SIGPIPE: exit code if stdout is closed, as by `halley ... | head -1`
 FAILURES_VARIABLE = "HALLEY_FAILURES"
 
-_ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun, which prints the file
-_MAX_SHOWN = 4  # most causes that are printed; a hundred ranks may have a hundred causes
-_MAX_DETAILS = 20_000  # most characters of a traceback that are reported
+_ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # torchrun sets this and prints the file
+_MAX_SHOWN = 4  # largest number of causes of failures to print; each rank may have its own
+_MAX_DETAILS = 20_000  # largest number of traceback characters in a report
 _POLL_S = 0.1
 _KILL_AFTER_S = 5.0  # time from SIGTERM to SIGKILL
 _SIGNAL_PATIENCE_S = 600.0  # time for ranks to save a checkpoint after the first signal
@@ -82,8 +82,8 @@ def tell_failure(
     """Report this process's failure to Halley's launcher, or to the user if there is none.
 
     Under another launcher, all ranks of a host make the same mistake, so only local rank 0 prints
-    it. Other failures of other local ranks go to torchrun's error file, or to standard error if
-    there is none. ``error`` is the exception for this file; for other arguments see ``Failure``.
+    it. Other local ranks write failures that are no mistakes to torchrun's error file, if there is
+    one, else to stderr. ``error`` is the exception to write there; for the rest see ``Failure``.
     """
     text, details = " ".join(text.split()), details[-_MAX_DETAILS:]
     failure = Failure(text=text, rank=_own_rank(), is_mistake=is_mistake, details=details)
@@ -104,7 +104,7 @@ class FailureReader:
     """Prints the failures that ranks append to a file: each cause once, at most four causes."""
 
     def __init__(self, path: Path) -> None:
-        """Create the file ``path``, which ``launch`` tells ranks in an environment variable."""
+        """Create the file ``path``; ``launch`` gives ranks this path in an environment variable."""
         path.touch()
         self.path = path
         self.ranks: set[int] = set()  # ranks that have reported a failure
@@ -115,7 +115,7 @@ class FailureReader:
         with self.path.open("rb") as file:
             file.seek(self._position)
             for line in file:
-                if not line.endswith(b"\n"):  # an incomplete line, because the disk is full
+                if not line.endswith(b"\n"):  # incomplete, because the disk is full
                     break
                 self._position += len(line)
                 failure = Failure(**json.loads(line))

@@ -17,13 +17,13 @@ from halley.core.types import check_tp_size
 from halley.core.validation import check_choice, check_type
 
 
-# A gradient bucket is full at this size. Larger buckets overlap less; small ones are slow.
+# Gradients are all-reduced in buckets of this size. Larger ones overlap less; small ones are slow.
 BUCKET_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """Ranks, sizes, process groups of the mesh: "ep" splits experts, "edp" replicates them.
+    """The mesh of ranks and its process groups: "ep" divides experts, "edp" replicates them.
 
     Every rank trains on its own sequences. The ranks form a mesh ("edp", "ep"). The ranks of an
     "ep" group together hold all experts of a layer. The ranks of an "edp" group hold the same
@@ -41,8 +41,8 @@ class ParallelGroups:
     world: dist.ProcessGroup | None = None  # group of all ranks
     ep: dist.ProcessGroup | None = None
     edp: dist.ProcessGroup | None = None
-    # Group of all ranks for gradient sums. NCCL runs the collectives of a group in order, so in
-    # a group of their own, gradient sums overlap with all-to-alls.
+    # Group of all ranks for gradient sums. NCCL runs the collectives of a group in order, so
+    # gradient sums need a separate group to overlap with all-to-alls.
     sums: dist.ProcessGroup | None = None
     mesh: DeviceMesh | None = None
     # Mesh for expert weights. If ``tp_size`` is above 1, its "ep" is split into "ep" and "etp". The
@@ -62,12 +62,12 @@ class ParallelGroups:
 
     @property
     def tp_rank(self) -> int:
-        """Index of the shard of its experts that this rank holds, from 0 to ``tp_size`` - 1."""
+        """Index of this rank's shard in each of its experts, from 0 to ``tp_size`` - 1."""
         return self.ep_rank % self.tp_size
 
 
 def build_groups(ep_size: int, *, device_type: str, tp_size: int = 1) -> ParallelGroups:
-    """Create the groups and meshes over the default group's ranks, if there is one. Collective.
+    """Create process groups and meshes of all ranks in the default group, if it exists. Collective.
 
     Args:
         ep_size: size of an expert-parallel group of consecutive ranks; 0 for all ranks. It must
@@ -120,7 +120,7 @@ def sync_gradients(
 ) -> None:
     """Average the gradients of a model over all ranks, in place. Collective.
 
-    Each rank's gradients must be contiguous and those of its own mean loss. A dense gradient is
+    Each rank passes the contiguous gradients of its own mean loss. A dense gradient is
     summed over all ranks. The gradient of an expert already contains the tokens of the whole "ep"
     group, so it is summed over the "edp" group only. Both are divided by the number of ranks.
     """
@@ -134,8 +134,8 @@ def global_norm(
 ) -> torch.Tensor:
     """Return the float32 L2 norm of all gradients of the model; a collective of the "ep" group.
 
-    Dense gradients are the same on all ranks. ``expert`` has those of this rank's experts, each
-    expert on one rank only: with replicas, the results of ``GroupedExperts.without_replicas``.
+    Dense gradients are the same on all ranks. ``expert`` has the gradients of this rank's experts.
+    ``GroupedExperts.without_replicas`` must remove replicas, so that each expert counts once.
     """
     dense_sum, expert_sum = _sum_of_squares(dense), _sum_of_squares(expert)
     if groups.ep is not None and expert_sum is not None:
@@ -235,7 +235,7 @@ def pick_device(choice: str) -> torch.device:
     if choice == "cpu" or (choice == "auto" and num_devices == 0):
         return torch.device("cpu")
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if local_size > num_devices:  # each is the same on all ranks of a host, so all raise
+    if local_size > num_devices:  # all ranks of a host have equal numbers, so all raise
         raise ValueError(f"nproc ({local_size}) must be at most the number of GPUs ({num_devices})")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
@@ -255,11 +255,11 @@ def join_world(device_choice: str, *, timeout_s: float = 600.0) -> Iterator[Worl
         yield World(rank=0, num_ranks=1, device=device)
         return
     store, rank, num_ranks = next(rendezvous("env://"))
-    # ``peers.time_limit`` reads a group's timeout from its store, so set the store's too.
+    # ``peers.time_limit`` reads a group's timeout from its store, so set it in the store too.
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore("world", store),  # keeps its keys apart from those of World.store
+        store=PrefixStore("world", store),  # separates the group's keys from other keys
         rank=rank,
         world_size=num_ranks,
         timeout=datetime.timedelta(seconds=timeout_s),

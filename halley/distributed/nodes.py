@@ -20,9 +20,9 @@ class Nodes:
     local: dist.ProcessGroup | None = None  # group of this node; None for nodes of one rank
 
     def splits(self, counts_N: list[int]) -> list[int]:
-        """Return the split sizes of an all-to-all by rank, from the rows for each of N nodes.
+        """Return the split sizes of an all-to-all by rank, from row counts for each of N nodes.
 
-        A rank exchanges rows only with the ranks that have its local rank in their nodes.
+        The rows for a node go to the rank there that has the same local rank as this rank.
         """
         splits = [0] * (self.num_nodes * self.ranks_per_node)
         splits[self.local_rank :: self.ranks_per_node] = counts_N

@@ -1,4 +1,4 @@
-"""Collectives whose errors name failed ranks; comparison and peer access of ranks.
+"""Run collectives whose errors name failed ranks; compare values of ranks; check peer access.
 
 When ranks differ or a rank is missing, a plain collective aborts, hangs or gives wrong numbers,
 depending on the backend. These helpers exchange values through the key-value store of the group
@@ -235,7 +235,7 @@ def _difference(what: str, values_W: list[dict[str, str]], *, names: list[int]) 
 
 
 def _name_failure(error: RuntimeError, operation: str, *, group: dist.ProcessGroup) -> RuntimeError:
-    """Return an error that cites ``error``, ranks that failed elsewhere, ranks without report."""
+    """Build an error from ``error``, ranks that failed in other operations, and silent ranks."""
     names, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     count = CURRENT_OPERATION.num_operations
     lines = str(error).splitlines() or [type(error).__name__]
@@ -267,7 +267,7 @@ def _name_failure(error: RuntimeError, operation: str, *, group: dist.ProcessGro
 def _collect_reports(
     group: dist.ProcessGroup, own: dict[str, object]
 ) -> dict[int, dict[str, object]]:
-    """Publish ``own``, this rank's failure; return, by rank, the failures published in time."""
+    """Publish this rank's failure, ``own``; return the failures published in time, by rank."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     reports: dict[int, dict[str, object]] = {}
     stays_s = _HOST_STAYS_S if rank == 0 else 0.0
@@ -300,9 +300,9 @@ class MemoryLocation:
     """Host and device of a rank's memory, and the other GPUs whose memory its GPU can address."""
 
     host: str
-    boot_id: str  # of the host's kernel, as two hosts may have one name; "" if unknown
+    boot_id: str  # of the kernel, because two hosts may have the same name; "" if unknown
     device: str  # "cpu" or "cuda:<index>"
-    # Device number (st_dev) of /dev/shm, the same for ranks that share it; None on a GPU.
+    # Device number (st_dev) of /dev/shm, equal on ranks that share it; None without it or on a GPU.
     shm_id: int | None = None
     uuid: str = ""  # uuid of the GPU
     reachable: tuple[str, ...] = ()  # uuids of the GPUs whose memory this GPU can address
@@ -339,7 +339,7 @@ def find_access_problem(locations_W: list[MemoryLocation]) -> str:
             if here.may_share and there.may_share:
                 continue
             return f"{both} share one GPU, {here.device} and {there.device}"
-        if here.device == there.device:  # torch's symmetric memory would confuse them
+        if here.device == there.device:  # torch's symmetric memory would confuse the GPUs
             return (
                 f"{both} both call their GPU {here.device}: let every rank see all GPUs "
                 "(CUDA_VISIBLE_DEVICES)"

@@ -1,4 +1,4 @@
-"""End a run if ranks are lost or deadlocked; name the lost ranks, or what each rank waits in.
+"""End a run if ranks are lost or deadlocked; name the lost ranks, or the operation of each rank.
 
 Every rank increments a heartbeat counter in the store, and stores a report of its current
 operation. Rank 0 watches all ranks and writes its verdict into the store. The other ranks watch
@@ -6,8 +6,8 @@ rank 0 and read the verdict. So traffic is linear in the number of ranks, and al
 same lost rank. If the store does not answer, the process that hosts it is lost.
 
 A rank is lost if its heartbeats stop. Ranks are deadlocked if they run different operations and no
-rank has begun another operation for some time. If every rank waits, none can continue, and a short
-time is enough. If only some ranks wait, it is the time limit of collectives.
+rank has begun another operation for some time. If every rank waits, this time is ``deadlock_s``.
+If only some ranks wait, others may still compute, so it is the longer ``stall_s``.
 
                  rank 1                        store                     rank 0
                  heartbeat, report  ------->  beat/1, report/1  ------>  compares all ranks
@@ -37,11 +37,11 @@ from halley.distributed.peers import group_ranks, name_ranks, rank_and_size, tim
 EXIT_LOST_PEER = 75  # EX_TEMPFAIL of sysexits.h: the run may succeed when started again
 
 _LEFT = 1 << 40  # a rank that leaves adds this to its heartbeat counter, which never grows so large
-_ASK_GPU_AFTER_S = 5.0  # time without a new operation until a rank asks if its GPU is busy
+_ASK_GPU_AFTER_S = 5.0  # after this time without a new operation, check if the GPU is busy
 _LOST = "lost "  # start of a verdict that ranks, or the host of the store, are lost
 _FINISHED = "its training was over"
-_COLLECTIVES = "torch.distributed.distributed_c10d"  # with gloo, its functions wait for ranks
-_NUM_BEATS_ALIVE = 4  # heartbeats after an error that show that a rank is not lost
+_COLLECTIVES = "torch.distributed.distributed_c10d"  # with gloo, its functions block
+_NUM_BEATS_ALIVE = 4  # a rank with so many heartbeats after an error is not lost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +82,11 @@ class Watchdog:
         deadlock_s: float = 25.0,
         stall_s: float = 540.0,
     ) -> None:
-        """Create the watchdog of this rank; every rank must enter one right after rendezvous.
+        """Create this rank's watchdog; every rank must enter its watchdog right after rendezvous.
 
         Args:
             store: any store shared by all ranks; the watchdog opens a connection of its own.
-            rank, num_ranks: this rank among those that enter a watchdog on this store.
+            rank, num_ranks: this rank, and the number of ranks that enter a watchdog on this store.
             interval_s: seconds between two heartbeats.
             timeout_s: a rank without a heartbeat for so many seconds is lost.
             grace_s: seconds from the verdict until the watchdog ends the process.
@@ -103,7 +103,7 @@ class Watchdog:
         self._rank, self._num_ranks = rank, num_ranks
         self._interval_s, self._timeout_s, self._grace_s = interval_s, timeout_s, grace_s
         self._deadlock_s, self._stall_s = deadlock_s, stall_s
-        self._linger_s = 2 * interval_s + 1.0  # time for the others to read the store of rank 0
+        self._linger_s = 2 * interval_s + 1.0  # time for other ranks to read rank 0's store
         self._store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
         self._beat_counters = [0] * num_ranks
         self._num_beats = [0] * num_ranks  # calls of _exchange that saw a new heartbeat
@@ -138,11 +138,11 @@ class Watchdog:
         return cls(group.get_group_store(), rank=rank, num_ranks=num_ranks, **options)
 
     def __enter__(self) -> Self:
-        # The count numbers the watchdogs of one store; it is the same on all ranks.
+        # Each rank numbers its watchdogs on this store. The number is the same on all ranks.
         start = self._store.add(f"halley/watchdog/starts/{self._rank}", 1)
         self._store = PrefixStore(f"halley/watchdog/{start}", self._store)
         self._send_report()
-        # A thread that uses the store while Python exits crashes it: stop the thread at exit.
+        # A thread that uses the store while Python exits crashes Python: stop the thread first.
         atexit.register(self.stop)
         self._heartbeat_thread.start()
         self._exit_thread.start()
@@ -173,8 +173,8 @@ class Watchdog:
     def explain(self, error: Exception) -> RuntimeError:
         """Look for lost ranks for up to 2 * ``timeout_s``; return an error that replaces ``error``.
 
-        It names the lost rank and the step. If no rank is lost, it repeats ``error`` and adds the
-        operations of the ranks if they differ.
+        The new error names the lost rank and the step. If no rank is lost, it repeats ``error`` and
+        adds the operations of the ranks if these differ.
         """
         before = list(self._num_beats)
         self._explaining = True
@@ -214,7 +214,7 @@ class Watchdog:
                 self._exchange()
             self._leave()
         except RuntimeError:  # stores raise it when the connection is lost
-            # If rank 0 ended normally, the store ended too: a lost connection is no loss.
+            # If rank 0 ended normally, its store ended too: then a lost connection is no error.
             expected = self._stopped.is_set() or self._exit_reasons.get(0) == _FINISHED
             if not expected and self._verdict is None:
                 self._verdict = f"{_LOST}{_store_host()} (connection lost)"
@@ -254,7 +254,7 @@ class Watchdog:
         operation = {"step": self.step, "num_operations": CURRENT_OPERATION.num_operations}
         report = _Report(**operation, name=name, is_waiting=is_waiting, is_busy=is_busy)
         self._store_report(self._rank, report)
-        # The report is set before the heartbeat, so that a rank that sees the heartbeat finds it.
+        # Set the report before the heartbeat: a rank that sees the heartbeat then finds the report.
         self._store.set(f"report/{self._rank}", json.dumps(asdict(report)))
         self._store.add(_beat_key(self._rank), 1)
 
@@ -288,7 +288,7 @@ class Watchdog:
         self._verdict = verdict or None
 
     def _find_stuck(self) -> str:
-        """Return a sentence that describes a deadlock or stall; "" if none, or not on rank 0."""
+        """Return a sentence that describes a deadlock or stall; "" if none or if rank is not 0."""
         live = [rank for rank in range(self._num_ranks) if rank not in self._exit_reasons]
         reports = {rank: p for rank in live if (p := self._reports[rank]) is not None}
         unchanged_s = min(self._num_unchanged[rank] for rank in live) * self._interval_s
@@ -322,7 +322,7 @@ class Watchdog:
             time.sleep(0.05)
 
     def _end_if_lost(self) -> None:
-        """In a thread, wait for a verdict; ``grace_s`` later, end the process, which may hang."""
+        """Wait in a thread for a verdict; ``grace_s`` later, end this process, as it may hang."""
         thread = self._heartbeat_thread
         while thread.is_alive() and not self._stopped.is_set() and self._verdict is None:
             thread.join(timeout=self._interval_s)

@@ -1,4 +1,4 @@
-"""Buffers that fused MoE layers of a group of ranks share: a workspace for each layer shape."""
+"""Buffers of fused MoE layers: one workspace per layer shape, shared by all its layers."""
 
 import itertools
 import weakref
@@ -20,7 +20,7 @@ from halley.ops.kernels.launch import current_stream
 from halley.symm_mem.heap import AbstractSymmHeap, SymmTensor, open_heap
 
 
-_CPU_BLOCK_SLOTS = 64  # fewer than on a GPU: the interpreter's time grows with their square
+_CPU_BLOCK_SLOTS = 64  # slots of a block (GPU: 256); the interpreter's time grows with its square
 _GROWTH = 1.25  # a buffer grows to this multiple of the size that is needed
 _TOKEN_MULTIPLE = 64  # grown buffers hold a multiple of this number of tokens
 
@@ -43,16 +43,16 @@ class Workspace:
     passes in the same order.
 
     Args:
-        max_tokens: first capacity in tokens of a rank, equal on all ranks.
+        max_tokens: initial capacity in tokens per rank, equal on all ranks; the buffers can grow.
         max_load, timeout_s, reserved_sms: as for ``Workspaces``.
         plan_ids: yields a new id for each layout.
 
     Attributes:
-        layout: offsets of the routing buffer and of new plans; changes when the buffers grow.
+        layout: offsets in the routing buffer and in new plans; changes when the buffers grow.
         plan_id: id of ``layout``, one int64 on the CPU. A tensor, because it is saved for backward
             beside each plan. If activation checkpointing runs forward again after the buffers have
             grown, it replaces the saved tensors, but not attributes of the autograd context.
-        layouts: layouts of plans, by plan id. It keeps old ones for the backward of old calls.
+        layouts: by plan id, also old layouts, which the backward of earlier calls needs.
         max_rows: capacity in rows if ``max_load`` is set, else 0.
         rows_RD: scratch: the input rows of the first GEMM, then the output rows of the second GEMM.
         compiled: kinds of layers whose kernels are compiled; ``FusedStrategy`` fills it.
@@ -76,7 +76,7 @@ class Workspace:
             torch.cuda.get_device_properties(device).multi_processor_count - reserved_sms
         )
         on_gpu = device.type == "cuda"
-        # Leave inference mode: evaluation may make these tensors, and training must write to them.
+        # Leave inference mode (evaluation may use it): training cannot write tensors made in it.
         with torch.inference_mode(mode=False):
             self.status = torch.zeros(STATUS_WORDS, dtype=torch.int64, device=device)
             self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
@@ -109,7 +109,7 @@ class Workspace:
         return sum(tensor.local.nbytes for tensor in self._symmetric)
 
     def context(self, layout: Layout | None = None) -> KernelContext:
-        """Return the ``KernelContext`` of a pass; ``layout`` defaults to that of new plans."""
+        """Return buffers and settings for kernels; ``layout`` defaults to the newest layout."""
         routing, send, combine, dweights = self._symmetric
         return KernelContext(
             layout=layout or self.layout,
@@ -127,10 +127,10 @@ class Workspace:
         )
 
     def begin_pass(self) -> None:
-        """Raise if a kernel has failed; unless capturing, let this stream wait for the last pass's.
+        """Raise if a kernel has failed; wait for the previous pass if it ran on another stream.
 
         After a failure the workspace stays unusable, because the ranks may have run different
-        numbers of passes.
+        numbers of passes. While a CUDA graph is captured, no stream waits.
         """
         self.check()
         CURRENT_OPERATION.begin("a pass of a fused layer")
@@ -144,7 +144,7 @@ class Workspace:
             self._stream.wait_stream(previous)
 
     def record_plan_event(self) -> None:
-        """Record the CUDA event (if any) for ``read_plan``; call this after the plan kernel."""
+        """Record the CUDA event (if any) on which ``read_plan`` waits; call after ``make_plan``."""
         if self._plan_event is not None:
             self._plan_event.record(self._stream)
 
@@ -159,7 +159,7 @@ class Workspace:
             check(self.host_status, rank=self.heap.rank, timeout_s=self.timeout_s)
 
     def read_plan(self, up_LGD: torch.Tensor | None = None, *, part: int = 0) -> PlanSize:
-        """Wait for the newest plan, return its sizes; with ``max_load``, fixed ones without a wait.
+        """Wait for the newest plan, return its sizes; with ``max_load``, only return fixed sizes.
 
         A failed wait, or capture of a CUDA graph without ``max_load``, is a ``RuntimeError``.
         """
@@ -179,9 +179,9 @@ class Workspace:
         return self.plan_sizes.note(size, up_LGD, part=part)
 
     def grow_tokens(self, num_tokens: int) -> None:
-        """Replace the symmetric buffers by ones for more than ``num_tokens`` tokens; a collective.
+        """Collectively replace the symmetric buffers by ones for more than ``num_tokens`` tokens.
 
-        If a rank has too little memory, all raise a ``MemoryError`` and keep the old buffers.
+        If a rank has too little memory, all ranks raise a ``MemoryError`` and keep the old buffers.
         """
         capacity = -(-int(_GROWTH * num_tokens) // _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
         old = self._symmetric
@@ -234,7 +234,7 @@ class Workspace:
             self.heap.free(tensor)
 
 
-# A torch operator's schema has no public type for objects, so operators get an integer handle.
+# A torch operator's schema has no public type for Python objects: operators get an int handle.
 # The references are weak: the strategy owns the buffers.
 _BY_HANDLE: "weakref.WeakValueDictionary[int, Workspaces]" = weakref.WeakValueDictionary()
 _next_handle = itertools.count(1)
@@ -244,17 +244,17 @@ _next_handle = itertools.count(1)
 class Workspaces:
     """Buffers of the fused layers of one group of ranks: a ``Workspace`` for each layer shape.
 
-    Layers with the same object share memory. ``close``, or the end of the last reference, frees it.
+    Layers with the same ``Workspaces`` share memory; ``close`` or deletion of the object frees it.
 
     Args:
         group: ranks that share the experts; None for a single rank.
-        tp_size: consecutive ranks that hold shards of the same experts, split by intermediate size.
-        max_tokens: first capacity in tokens of a rank; 0 takes the largest number of the first
-            call. A call with more tokens makes the buffers grow.
+        tp_size: number of consecutive ranks that each hold one shard of the same experts.
+        max_tokens: initial capacity in tokens per rank; 0 means the largest number of tokens of
+            any rank in the first call. A later call with more tokens makes the buffers grow.
         max_load: 0, or the capacity in rows as a multiple of the balanced load, equal on all ranks.
             With a capacity, the host never reads the number of rows, so that a CUDA graph can
             capture layers. More rows or tokens than the capacity are an error.
-        timeout_s: time limit of a kernel's wait for a peer, in seconds; by default that of NCCL.
+        timeout_s: time limit of a kernel's wait for a peer, in seconds; the default is NCCL's.
         reserved_sms: SMs that the kernels leave to kernels of NCCL, which run at the same time.
         config: settings of the kernels; None uses tuned ones (``config.py``), or the defaults.
 
@@ -292,7 +292,7 @@ class Workspaces:
         if config is None:
             self._tuned = ConfigTable.load(device, num_ranks=self.num_ranks, tp_size=tp_size)
         self.handle = next(_next_handle)
-        with torch.inference_mode(mode=False):  # so that training can write the token
+        with torch.inference_mode(mode=False):  # inference tensors cannot be written in training
             self.ordering_token = torch.zeros(1, dtype=torch.int32, device=device)
         self._limits = {"max_load": max_load, "timeout_s": timeout_s, "reserved_sms": reserved_sms}
         self._heap: AbstractSymmHeap | None = None
@@ -307,7 +307,7 @@ class Workspaces:
     def find(
         self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, up_LGD: torch.Tensor
     ) -> Workspace:
-        """Return the workspace of a layer's shape; make it, collectively, if it does not exist yet.
+        """Return the workspace for a layer's shape; a shape's first call makes it, collectively.
 
         Raises:
             ValueError: the ranks differ in the shape, or in arguments of this object.
@@ -319,7 +319,7 @@ class Workspaces:
         return self._by_shape.get(shape) or self._make(shape, x_TD.shape[0])
 
     def find_plan(self, plan_id: int) -> tuple[Workspace, Layout]:
-        """Return the workspace and layout of a dispatch plan; RuntimeError if they are closed."""
+        """Return the workspace and layout of a plan; RuntimeError if the workspace was closed."""
         for workspace in self._by_shape.values():
             if plan_id in workspace.layouts:
                 return workspace, workspace.layouts[plan_id]
@@ -344,7 +344,7 @@ class Workspaces:
     def _make(self, shape: BufferShape, num_tokens: int) -> Workspace:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a layer must run once before it is captured in a CUDA graph")
-        # Ranks compare the name "fused" also for unfused layers: both share the workspaces.
+        # The name is "fused" for unfused layers too: fused and unfused layers share workspaces.
         values = {"strategy": "fused", **shape._asdict(), "max_load": self._limits["max_load"]}
         values |= {"device": self.device.type, "workspaces": len(self._by_shape)}
         compare_ranks("an MoE layer", values, group=self.group)
@@ -370,7 +370,7 @@ class Workspaces:
         self._by_shape[shape] = Workspace(
             shape,
             heap=self._heap,
-            config=by_rank[0][1],  # that of rank 0: all ranks need the same layout of records
+            config=by_rank[0][1],  # rank 0's, because all ranks need the same layout of records
             max_tokens=most_tokens,
             plan_ids=self._plan_ids,
             **self._limits,

@@ -24,7 +24,7 @@ class KernelConfig:
     Settings change the running time only. Exception: ``block_k`` also changes the last bits of the
     results, because it changes the order of the summation. ``up`` and ``down`` are the tiles of the
     forward GEMMs, ``down_grad`` and ``up_grad`` those of backward with the transposed weights.
-    ``weight`` is that of the weight-gradient GEMMs; its ``block_k`` divides ``block_m``.
+    ``weight`` is the tile of the weight-gradient GEMMs; its ``block_k`` divides ``block_m``.
     """
 
     num_programs: int = 0  # SMs that a persistent launch uses; 0 means all but the reserved SMs
@@ -35,15 +35,15 @@ class KernelConfig:
     up_grad: GemmTile = field(default_factory=GemmTile)
     weight: GemmTile = field(default_factory=lambda: GemmTile(run=0, num_stages=3))
     combiners_beside: int = 1  # combining CTAs on each SM that run beside the GEMM's CTAs
-    combiners_after: int = 3  # combining CTAs per SM that begin when CTAs of the GEMM have ended
+    combiners_after: int = 3  # further combining CTAs per SM, which begin when the GEMM's CTAs end
     fetch_elements: int = 2048  # elements that a warp has in flight while it fetches rows
     combine_rows: int = 8  # token copies that a combining CTA sums at once; divides ``TASK_ROWS``
-    combine_stages: int = 1  # stages of the loop that sums; 1 loads all rows of a copy at once
-    chunk_columns: int = 512  # of a chunk; a power of two, multiple of the second GEMMs' block_n
-    sum_rows: int = 8  # tokens of one task of the sum at the source rank
+    combine_stages: int = 1  # stages of the summing loop; 1 loads all rows of a token copy at once
+    chunk_columns: int = 512  # columns of a chunk; power of two, multiple of the GEMM's block_n
+    sum_rows: int = 8  # tokens for which a source rank's task adds the partial sums
 
     def fetch_block(self, hidden_size: int, *, num_warps: int) -> tuple[int, int]:
-        """Return how many rows and columns of a block a fetching CTA loads at once."""
+        """Return the size (rows, columns) of the block that a row-fetching CTA loads at once."""
         elements = self.fetch_elements * num_warps
         columns = min(4096, 1 << (hidden_size - 1).bit_length(), elements)
         return min(64, elements // columns), columns
@@ -74,7 +74,7 @@ class KernelConfig:
         ]
 
 
-# In the interpreter a block takes about equal time at any size: use few, large blocks.
+# The interpreter takes about the same time for a block of any size: use few, large blocks.
 _CPU_TILE = GemmTile(block_n=64, block_k=64, group=2)
 CPU_CONFIG = KernelConfig(
     num_programs=2,
@@ -112,7 +112,7 @@ def _by_name(config: KernelConfig) -> dict[str, int]:
 
 VERSION = 2
 PATH_VARIABLE = "HALLEY_KERNEL_CONFIG"
-_MAX_BYTES = 16 * 2**20  # of a file, whose lines have about 2,000 bytes
+_MAX_BYTES = 16 * 2**20  # largest file that is read; one line has about 2,000 bytes
 _WHAT = "tuned kernel configurations"
 
 
@@ -147,10 +147,10 @@ class TunedConfig:
     """Fastest kernel configuration that ``halley tune`` measured for a shape, and its times."""
 
     shape: TunedShape
-    settings: tuple[str, ...]  # those that differ from the defaults of the device
+    settings: tuple[str, ...]  # only settings that differ from the device's defaults
     median_us: float  # of forward and backward with these settings
     default_us: float  # of forward and backward with the defaults, in the same run
-    sweeps: dict[str, dict[str, float]]  # us of each value ("": unchanged), by group of settings
+    sweeps: dict[str, dict[str, float]]  # time in us by settings group and value ("" = unchanged)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -179,7 +179,7 @@ def tuning_environment(device: torch.device, *, num_ranks: int, tp_size: int = 1
 class ConfigTable:
     """The configurations in a file of tuned kernels for one GPU model, number of ranks and tp_size.
 
-    A line that ``write`` would not write is a ``ValueError``.
+    An invalid line is a ``ValueError``; lines of other versions or machines are skipped.
     """
 
     def __init__(self, path: Path, environment: Environment) -> None:
@@ -203,7 +203,7 @@ class ConfigTable:
 
     @classmethod
     def load(cls, device: torch.device, *, num_ranks: int, tp_size: int = 1) -> "ConfigTable":
-        """Read the default file of tuned configurations, for this machine and these ranks."""
+        """Return the configurations in ``config_path()`` for this machine and the given sizes."""
         environment = tuning_environment(device, num_ranks=num_ranks, tp_size=tp_size)
         return cls(config_path(), environment)
 
@@ -215,7 +215,7 @@ class ConfigTable:
         return base.changed(near.settings)
 
     def write(self, tuned: TunedConfig) -> None:
-        """Append a configuration to the file; it replaces one of the same sizes and token count."""
+        """Append a configuration to the file; it overrides earlier ones of the same shape."""
         self._add(tuned)
         _write(self.path, [_entry(self.environment, tuned)], mode="a")
 
@@ -226,8 +226,8 @@ class ConfigTable:
 def merge_tables(sources: Sequence[Path], path: Path) -> int:
     """Merge files of tuned configurations into ``path``; return the number of lines written.
 
-    The last line of each machine and shape wins. The lines of ``path`` itself count first. A source
-    that does not exist, or has an invalid line or another version, is a ``ValueError``.
+    Of lines for the same machine and shape, the last is kept; the lines of ``path`` are read first.
+    A source that is missing, or has an invalid line or another version, is a ``ValueError``.
     """
     merged: dict[tuple[Environment, TunedShape], dict[str, object]] = {}
     for source in (path, *sources):

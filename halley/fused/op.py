@@ -6,7 +6,7 @@ autograd. Under ``torch.compile`` the graph has these operators of the library `
 - ``fused_experts``: the forward pass, with a gradient.
 - ``fused_experts_backward``: the backward pass without weight gradients.
 - ``weight_gemm``: the gradient of one projection; compiler passes can move it under a collective.
-- ``end_pass``: returns a new value for the ordering token, which depends on a pass.
+- ``end_pass``: returns a new value of the ordering token that depends on the result of a pass.
 
 All ranks must run their passes in the same order, but a compiler may reorder operators that share
 no tensor. Therefore each pass reads the ordering token of its workspaces, and the result of
@@ -40,8 +40,8 @@ class LayerParts:
     """Keeps weight-gradient operands of all parts of a layer; computes the weight gradients once.
 
     A layer part is one call of the fused kernels for some of a layer's tokens; ``hierarchical``
-    runs layers in parts. Weight gradients of each part would read and write the gradients of all
-    weights for each part. Instead, the backward of each part keeps their operands, and after the
+    runs layers in parts. Separate weight-gradient GEMMs for each part would read and write all
+    weight gradients once per part. Instead, the backward of each part keeps the operands. After the
     last part, one GEMM for each projection multiplies the rows of all parts.
     """
 
@@ -59,7 +59,7 @@ class LayerParts:
     def begin_backward(
         self, index: int, plan: torch.Tensor, plan_id: int, *, dtype: torch.dtype
     ) -> list[torch.Tensor]:
-        """Return buffer slices, to which a part's backward writes weight-gradient operands."""
+        """Return the buffer slices to which part ``index`` writes its weight-gradient operands."""
         if not self._operands:
             total = sum(self.num_rows)
             self._operands = [
@@ -74,7 +74,7 @@ class LayerParts:
     def weight_gradients(
         self, needed: tuple[bool, bool], main_grads: MainGrads
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return both projections' gradients (or None) over all parts, and release the operands."""
+        """Return the gradients of both projections (or None) for all parts; free the operands."""
         (dpre_RG, weighted_RF, dy_RD, rows_RD), self._operands = self._operands, []
         parts, self._experts = [self._experts[i] for i in range(len(self.num_rows))], {}
         begins, num_rows = zip(*parts, strict=True)
@@ -92,7 +92,7 @@ class LayerPart(NamedTuple):
     """Number of a layer part, and the objects that it shares with the layer's other parts."""
 
     index: int  # number of the part; 0 for a whole layer
-    parts: LayerParts | None = None  # None, like ``anchor``, if no weight needs a gradient
+    parts: LayerParts | None = None  # None, like ``anchor``, for a whole layer or frozen weights
     anchor: torch.Tensor | None = None  # the scalar from ``JoinParts``, an input of each part
 
 

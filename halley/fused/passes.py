@@ -12,7 +12,7 @@ GEMMs again if the predicted sizes were too small. Launches of a backward pass:
 1. With save "inputs" or "recompute": ``dispatch_gemm`` again. "inputs" fetches from saved token
    copies, "recompute" from the peers after another publication of the tokens.
 2. ``publish_rows``: publish the output's gradients to all ranks.
-3. ``dispatch_dgrad``: fetch them and multiply them by the second projection, side by side.
+3. ``dispatch_dgrad``: fetch these gradients, multiply them by the second projection, side by side.
 4. ``gemm_combine`` with the transposed first projection.
 5. ``launch_weight_gradient`` for both projections, which waits for no rank.
 """
@@ -82,7 +82,7 @@ class LayerResult(NamedTuple):
 def run_forward(workspaces: Workspaces, call: LayerCall, *, part: int = 0) -> LayerResult:
     """Run a layer's forward pass, a collective; return its output and the tensors for backward.
 
-    ``part`` is the layer part's number. This or a later pass raises a failed wait of a kernel.
+    ``part`` is the layer part's number. If a kernel's wait fails, this or a later pass raises.
     """
     workspace = workspaces.find(call.x_TD, call.topk_idx_TK, call.up_LGD)
     while True:
@@ -100,7 +100,7 @@ def run_forward(workspaces: Workspaces, call: LayerCall, *, part: int = 0) -> La
     if size.num_rows > workspace.rows_RD.shape[0]:
         workspace.grow_rows(size.num_rows)
     copies_fit = call.save != "inputs" or size.num_copies <= predicted.num_copies
-    # Run the GEMMs if none ran, or if too small predicted sizes made them do nothing.
+    # Launch the GEMMs if none ran, or if they did nothing because a predicted size was too small.
     if not (results and copies_fit and size.num_rows <= predicted.num_rows):
         del results  # frees memory for the tensors that replace them
         results = _launch_gemms(workspace, call, plan, size)
@@ -114,7 +114,7 @@ def run_forward(workspaces: Workspaces, call: LayerCall, *, part: int = 0) -> La
 
 
 def _launch_all(workspace: Workspace, call: LayerCall, size: PlanSize) -> list[Any]:
-    """Launch or replay forward; return the plan and, if launched, the results of the GEMMs."""
+    """Launch or replay forward; return the plan and, if GEMMs were launched, their results."""
     inputs = [call.x_TD, call.topk_idx_TK, call.topk_weights_TK, call.up_LGD, call.down_LDF]
     key = (
         "forward", call.gated, call.fused, call.save, size.num_rows, size.num_copies,
@@ -179,25 +179,25 @@ def _launch_gemms(
 
 # Indices in the list of backward's inputs. In a list, an input can be replaced by None.
 _DY, _SAVED, _PLAN, _PRE, _UP, _DOWN, _IDX = range(7)
-_OPERANDS = slice(7, 11)  # only with ``keeps_operands``
+_OPERANDS = slice(7, 11)  # buffers for weight-gradient operands, only with ``keeps_operands``
 
 
 class BackwardOptions(NamedTuple):
-    """Options of a backward pass: those of its forward, and which projections need gradients."""
+    """Options of a backward pass: options of its forward, and which projections need gradients."""
 
     gated: bool
     fused: bool
     save: Save
     needs_up: bool
     needs_down: bool
-    keeps_operands: bool = False  # write weight-gradient operands to buffers, skip their GEMMs
+    keeps_operands: bool = False  # store operands of weight-gradient GEMMs, skip these GEMMs
 
 
 class TokenGradients(NamedTuple):
     """Gradients of tokens and routing weights, and operands of the weight-gradient GEMMs."""
 
     dx_TD: torch.Tensor  # gradients of this rank's tokens
-    dweights_TK: torch.Tensor  # gradients of their routing weights, float32
+    dweights_TK: torch.Tensor  # gradients of the routing weights, float32
     dpre_RG: torch.Tensor  # gradients of the first GEMM's outputs
     weighted_RF: torch.Tensor  # activations times routing weights
     dy_RD: torch.Tensor  # gradients of the layer's output, one row for each expert of a token
@@ -206,9 +206,9 @@ class TokenGradients(NamedTuple):
 
 @final
 class MainGrads:
-    """Megatron's buffers ``main_grad``, if any, to which two projections' gradients are added.
+    """The ``main_grad`` buffers (Megatron), if any, that accumulate two projections' gradients.
 
-    It keeps no weight alive that has no such buffer.
+    It holds no reference to a weight without such a buffer.
 
     Args:
         up_LGD, down_LDF: the projections as the user passed them. Saved-tensor hooks may return
@@ -243,15 +243,15 @@ def run_backward(
 
     Args:
         inputs: gradient of the output; saved rows (with save "recompute", the tokens), plan and
-            ``pre_RG`` of the forward; both projections; expert ids. After their last use, saved
-            token copies are replaced by None. With ``keeps_operands`` also the buffers that take
+            ``pre_RG`` of the forward; both projections; expert ids. Saved token copies are replaced
+            by None after their last use. With ``keeps_operands`` also the buffers that take
             ``dpre_RG``, ``weighted_RF``, ``dy_RD`` and ``rows_RD`` of ``TokenGradients``.
         main_grads: for each projection, the buffer to which its gradient is added, or None.
 
     Returns:
         Gradients of tokens and routing weights (float32); without ``keeps_operands`` also of both
-        projections, None for one that needs no gradient or has a ``main_grad``. This or a later
-        pass raises a failed wait of a kernel.
+        projections, None for one that needs no gradient or has a ``main_grad``. If a kernel's
+        wait fails, this or a later pass raises an error.
     """
     workspace, layout = workspaces.find_plan(plan_id)
     inputs += [buffer for buffer in main_grads if buffer is not None]

@@ -39,17 +39,17 @@ _STEPS = 64  # large row counts are rounded in steps of 1/128 to 1/64 of the cou
 class PlanSize(NamedTuple):
     """Sizes of a dispatch plan that the host needs to allocate tensors."""
 
-    num_rows: int  # rows of this rank's experts, each padded to whole tiles, rounded up
+    num_rows: int  # rows of this rank, each expert padded to whole tiles; then rounded up
     num_copies: int  # length of the fetch list, with its unused entries
-    needed_tokens: int = 0  # the most tokens of a rank if the buffers are too small, else 0
+    needed_tokens: int = 0  # largest token count of any rank if the buffers are too small, else 0
 
 
 @final
 class PlanSizes:
     """Sizes of the last dispatch plans of a workspace, from which the next sizes are predicted.
 
-    The first projection ``up_LGD`` identifies a layer, and ``part`` the call of a layer that runs
-    its tokens in several calls. ``fixed`` is the size of all plans if ``max_load`` is set.
+    The first projection ``up_LGD`` identifies a layer, and ``part`` is the number of the layer
+    part. ``fixed`` is the size of all plans if ``max_load`` is set.
     """
 
     def __init__(self, block_m: int, *, fixed: PlanSize | None) -> None:
@@ -58,9 +58,9 @@ class PlanSizes:
         self.by_layer: Any = WeakIdKeyDictionary()  # Any, because torch gives its methods no types
 
     def predict(self, up_LGD: torch.Tensor, *, part: int = 0) -> PlanSize:
-        """Predict a plan's size from the last plan of this layer part, or else of any layer.
+        """Predict a plan's size from this layer part's last plan; if it has none, from any layer's.
 
-        Before the first plan it is 0 rows; with ``max_load`` it is always the size ``fixed``.
+        Before the first plan, the size is 0 rows; with ``max_load``, the size is always ``fixed``.
         """
         if self.fixed is not None:
             return self.fixed
@@ -89,7 +89,7 @@ def rows_with_margin(num_rows: int, *, multiple: int) -> int:
 
 
 def round_up_rows(num_rows: int, *, multiple: int) -> int:
-    """Round a count up to a multiple of ``multiple``; the step is up to 1/64 of large counts."""
+    """Round a count up to a multiple of ``multiple``; steps are up to 1/64 of a large count."""
     num_tiles = -(-num_rows // multiple)
     step = 1 << max(0, (num_tiles // _STEPS).bit_length() - 1)
     return -(-num_tiles // step) * step * multiple
@@ -127,15 +127,15 @@ class LaunchCache:
         A recording finds tensors by their addresses. So nothing is recorded for inputs that a
         launcher must copy, or that share memory; nor in the interpreter, which has no launches.
         The addresses of ``persistent`` tensors, those of the workspace, do not change. The pass
-        allocates all other tensors of its launches itself; else a ``RuntimeError`` is raised.
+        must allocate its other tensors itself. A partial overlap of tensors is a ``RuntimeError``.
         """
         outputs: list[torch.Tensor | None] = []
         is_recorded = not (INTERPRETED or only_compiles())
         if not (is_recorded and all(map(is_aligned, inputs)) and not share_memory(inputs)):
             yield outputs
             return
-        # The copy keeps inputs that the pass releases. So no new tensor gets their memory before
-        # all addresses are recorded.
+        # The copied list keeps inputs alive that the pass releases, so that no new tensor gets
+        # their memory before all addresses are recorded.
         inputs, steps = list(inputs), []
         set_recording(steps)
         try:
@@ -228,7 +228,7 @@ class Recording:
         self._no_addresses = [0] * (len(self._slots) - self._num_inputs)
 
     def replay(self, inputs: list[Any]) -> list[torch.Tensor | None]:
-        """Launch the recorded kernels on new inputs; return outputs, None where none was recorded.
+        """Launch the recorded kernels on new inputs; return outputs, None if recorded as None.
 
         Where the pass released an input, its entry in ``inputs`` becomes None.
         """
@@ -298,7 +298,7 @@ class Recording:
     def _find_frees(self) -> None:
         """Set ``frees`` of each launch: the temporary tensors whose memory can be freed after it.
 
-        An overlapping launch runs beside the previous one, so that launch's tensors stay in use.
+        If a launch overlaps the previous one, the tensors of both are freed after the later launch.
         """
         lasts: dict[int, _LaunchStep] = {}
         running: list[int] = []

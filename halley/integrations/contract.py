@@ -28,8 +28,8 @@ from halley.strategies.base import AbstractStrategy, under_autocast
 from halley.strategies.registry import build_strategy, check_strategy
 
 
-# The framework's own experts, differentiable. Arguments: rows (R, D), sorted by local expert, and
-# the local expert id of each row (R,), int64. Result: their expert outputs (R, D), not weighted.
+# A framework's own expert code, which is differentiable. It gets rows (R, D), sorted by local
+# expert, and each row's local expert id (R,), int64. It returns outputs (R, D), not yet weighted.
 ExpertsFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 _TRACEABLE = ("fused", "unfused")  # kinds of strategies that have ``forward_in_graph``
@@ -53,7 +53,7 @@ class LocalExperts:
 def stack_swiglu(
     gate_LFD: torch.Tensor, up_LFD: torch.Tensor, down_LDF: torch.Tensor, *, dtype: torch.dtype
 ) -> Experts:
-    """Return SwiGLU experts: gate and up concatenated (a copy), and down; all cast to ``dtype``."""
+    """Return SwiGLU ``Experts`` in ``dtype``; gate and up are concatenated, which copies them."""
     gate_LFD, up_LFD, down_LDF = (weight.to(dtype) for weight in (gate_LFD, up_LFD, down_LDF))
     return Experts(up_LGD=torch.cat([gate_LFD, up_LFD], dim=1), down_LDF=down_LDF)
 
@@ -62,7 +62,7 @@ def stack_swiglu(
 class ExpertRunner:
     """Runs experts by one strategy, or by the framework's code if the strategy cannot run them.
 
-    All layers of a model share one runner, and so the buffers of its strategy.
+    All layers of a model share one runner, and so they share the buffers of its strategy.
 
     Args:
         strategy: a name that ``halley.strategies.registry.build_strategy`` accepts.
@@ -95,12 +95,12 @@ class ExpertRunner:
         weights and the experts' weights.
 
         Args:
-            x_TD: tokens of this rank, of any floating dtype, which the sums have too; T may be 0.
+            x_TD: tokens of this rank, of any floating dtype; the sums have the same; T may be 0.
             routing: global expert ids and weights of these tokens.
             group: the expert-parallel group; None for a single rank.
             module: gets a description of how its experts ran, see ``describe``.
             prepared: result of ``prepare``. With it, a graph of ``torch.compile`` can include the
-                experts. Without it, the graph ends here, and another one starts behind them.
+                experts. Without it, the graph ends before the experts; a new one starts after them.
 
         Raises:
             ValueError: shapes or expert ids do not fit; or ``strict``, and the strategy cannot run
@@ -152,9 +152,9 @@ class ExpertRunner:
         return y_TD
 
     def check_supported(self, problem: str) -> None:
-        """Raise (strict) or warn of ``problem``, unless the strategy is "auto" or "sequential".
+        """Raise if strict, else warn, about ``problem``; skip this for "auto" and "sequential".
 
-        "auto" and "sequential" are silent: for them, the framework's own expert code is valid.
+        For these two strategies, running the framework's own expert code is a normal case.
         """
         if self.strategy not in ("auto", "sequential"):
             self.warn_or_raise(
@@ -165,7 +165,7 @@ class ExpertRunner:
     def warn_or_raise(self, problem: str, *, fallback: str) -> None:
         """Raise ``ValueError`` if strict; else warn on global rank 0, once for each ``problem``.
 
-        ``problem`` and ``fallback``, the code that runs instead, are sentences without full stop.
+        ``problem`` and ``fallback`` (which code runs instead) are sentences without a full stop.
         """
         if self.strict:
             raise ValueError(problem)
@@ -175,9 +175,9 @@ class ExpertRunner:
                 warnings.warn(f"{problem}; {fallback}", stacklevel=2)
 
     def prepare(self, group: dist.ProcessGroup | None) -> Any:
-        """Return this runner's strategy for a group if traceable (fused or unfused), else None.
+        """Return the strategy for a group if it is fused or unfused, hence traceable, else None.
 
-        Call it before the first ``run``: the compiler cannot trace how a strategy is built.
+        Call it before the first ``run``: ``torch.compile`` cannot trace how a strategy is built.
         """
         if self.strategy.partition(":")[0] not in _TRACEABLE:
             return None
@@ -185,7 +185,7 @@ class ExpertRunner:
             group = None
         on_gpu = "nccl" in dist.get_backend(group) if group else torch.cuda.is_available()
         device = torch.device(f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu")
-        with device:  # replaces "meta" as default, on which frameworks may build layers
+        with device:  # a framework may have set the default device to "meta"
             return self._find_strategy(group, device)
 
     def _find_strategy(
@@ -202,7 +202,7 @@ class ExpertRunner:
 
 @torch.compiler.assume_constant_result
 def _allows_unknown_sizes() -> bool:
-    """Return whether the graph being traced may have data-dependent sizes; False if none is traced.
+    """Return whether the graph being traced may have data-dependent sizes; False if not tracing.
 
     With ``fullgraph``, Dynamo sets ``allow_dynamic_output_shape_ops`` of the ``shape_env``.
     """
@@ -217,7 +217,7 @@ def find_problem(experts: Experts, strategy: AbstractStrategy, *, top_k: int) ->
 
 @cache
 def shared_runner(strategy: str, strict: bool) -> ExpertRunner:
-    """Return the one ``ExpertRunner`` of these options; all layers with them share its buffers."""
+    """Return the one ``ExpertRunner`` that all layers with these two options share."""
     return ExpertRunner(strategy, strict=strict)
 
 
@@ -242,7 +242,7 @@ def set_description(module: nn.Module, text: str) -> None:
 
 
 def describe(model: nn.Module) -> dict[str, str]:
-    """Return texts on how experts run, by module name; modules without such a text are left out.
+    """Return, by module name, the stored descriptions of how modules' experts run.
 
     Modules that Halley runs appear after their first forward pass, as in "halley: fused". A module
     left to the framework appears with the reason, as in "megatron: fp8 (e4m3) must be None".
@@ -256,7 +256,7 @@ def describe(model: nn.Module) -> dict[str, str]:
 
 def warn_deprecated(old: str, new: str) -> None:
     """Warn, with a FutureWarning, that the name ``old`` is deprecated and ``new`` replaces it."""
-    # A DeprecationWarning would not do: Python hides it outside of the main script.
+    # This is no DeprecationWarning, because Python hides those outside of the main script.
     warnings.warn(f"{old} is deprecated: use {new}", FutureWarning, stacklevel=3)
 
 
@@ -297,7 +297,7 @@ class Framework:
         return found
 
     def warn_if_newer(self, version: str) -> None:
-        """Warn if ``version``, as (major, minor), is greater than ``newest``, the newest tested."""
+        """Warn if ``version`` has a greater (major, minor) than the newest tested version."""
         major, minor = (int(part) for part in version.split(".")[:2])
         if (major, minor) > self.newest:
             newest = f"{self._newest}, the newest that Halley is tested with"
@@ -317,11 +317,11 @@ class Framework:
 
 
 def find_module(name: str, attribute: str) -> ModuleType | None:
-    """Import a module; None if it or the attribute is missing. Its import errors are raised."""
+    """Import and return a module; return None if the module or its ``attribute`` is missing."""
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # Raise if the missing module is not this one, but one that it imports.
+        # Raise if module ``name`` exists, but a module that it imports is missing.
         if not f"{name}.".startswith(f"{error.name}."):
             raise
         return None

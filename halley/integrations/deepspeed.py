@@ -50,14 +50,14 @@ def enable(strategy: str = "auto", *, strict: bool = False) -> str:
 
 
 def disable() -> None:
-    """Make AutoEP build its own layers again; existing engines keep Halley's."""
+    """Make AutoEP build its own layers again; existing engines keep Halley's layers."""
     _deepspeed.auto_ep_layer.AutoEPMoELayer = _deepspeed.AutoEPMoELayer
 
 
 class HalleyMoELayer(_deepspeed.AutoEPMoELayer):
-    """AutoEP's MoE layer with dispatch, routed experts and combine run by Halley where it can.
+    """AutoEP's MoE layer; Halley runs its dispatch, routed experts and combine where supported.
 
-    Parameters, router and shared experts are AutoEP's. DeepSpeed runs layers that Halley cannot.
+    Parameters, router and shared experts are AutoEP's. DeepSpeed runs all other layers.
     """
 
     runner: ExpertRunner  # shared by all layers of a subclass; ``_layer_class`` sets it
@@ -89,7 +89,7 @@ class HalleyMoELayer(_deepspeed.AutoEPMoELayer):
     def _find_problem(self) -> str:
         """Return why DeepSpeed must run this MoE layer itself, or "" if Halley can run it.
 
-        ``_forward`` calls it again, because DeepSpeed sets some attributes after ``__init__``.
+        ``_forward`` checks this again, because DeepSpeed sets some attributes after ``__init__``.
         """
         if self.score_apply != "post":
             return f"score_apply ({self.score_apply}) must be post"
@@ -122,10 +122,10 @@ class HalleyMoELayer(_deepspeed.AutoEPMoELayer):
 
 @cache
 def _layer_class(strategy: str, strict: bool) -> type[HalleyMoELayer]:
-    """Return the subclass of ``HalleyMoELayer`` for these options; equal options, equal class.
+    """Return a subclass of ``HalleyMoELayer`` for the options; equal options give the same class.
 
-    While it replaces AutoEP's class, DeepSpeed finds the MoE layers of all engines, also of those
-    made before, by ``isinstance`` with it.
+    DeepSpeed looks for MoE layers, also of engines made before, by ``isinstance``
+    with the class that the last ``enable`` put in place of AutoEP's.
     """
 
     class Layer(HalleyMoELayer):

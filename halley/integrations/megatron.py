@@ -69,7 +69,7 @@ def find_problem(config: Any) -> str:
 class HalleyMoELayer(_mcore.MoELayer):
     """Megatron's MoE layer; Halley runs its routed experts if ``find_problem`` finds no problem.
 
-    Router and shared experts are Megatron's. Its schedules call the phases of a layer one by one.
+    Megatron runs the router and shared experts. It calls the phases of a layer one by one.
     Here ``routed_experts_compute`` does the work; ``dispatch`` and ``combine`` return their inputs.
 
     Args:
@@ -113,10 +113,10 @@ class HalleyMoELayer(_mcore.MoELayer):
     def routed_experts_compute(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Dispatch, compute, combine, by Halley or by Megatron; return ``(T, D)`` and None.
+        """Run dispatch, experts and combine by Halley, or Megatron's own code of this phase.
 
-        A collective of the expert-parallel group. Arguments as ``dispatch`` returns them: tokens,
-        ``(T, D)``, and routing weights, ``(T, K)``.
+        A collective of the expert-parallel group. The arguments are the results of ``dispatch``:
+        tokens ``(T, D)`` and routing weights ``(T, K)``. Halley returns ``(T, D)`` sums and None.
         """
         if self._is_megatrons:
             return super().routed_experts_compute(hidden_states, probs)
@@ -143,11 +143,11 @@ class PassThroughDispatcher(_mcore.MoETokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens ``(T, D)`` and weights ``(T, K)``; store expert ids for ``pop_expert_ids``.
 
-        ``tokens`` is ``(S, B, D)`` with T = S * B. ``routing_map``, ``(T, E)`` bool, has at most K
-        experts of a token, and ``probs`` is 0 for the others.
+        ``tokens`` is ``(S, B, D)`` with T = S * B. ``routing_map``, ``(T, E)`` bool, is true for
+        at most K experts of each token, and ``probs`` is 0 for the other experts.
         """
         self._shape = tokens.shape
-        # The top-k of the map, not of the weights: a chosen expert may have the weight 0.
+        # Take the top-k of the map, not of the weights: a chosen expert may have the weight 0.
         chosen_TK, ids_TK = routing_map.int().topk(self.config.moe_router_topk, dim=1)
         weights_TK = probs.gather(1, ids_TK)
         self._expert_ids_TK = ids_TK.masked_fill(chosen_TK == 0, DROPPED)
@@ -195,7 +195,7 @@ def enable(spec: Any, *, strategy: str = "auto", strict: bool = False) -> Any:
 
 
 def _replace_layers(part: Any, **options: Any) -> Any:
-    """Return ``part`` of a spec, or a copy with Halley's MoE layers if it has any MoE layers."""
+    """Replace MoE layers in a part of a spec: return a copy, or ``part`` if it has no MoE layer."""
     if isinstance(part, partial):  # the form of an MoE layer since Megatron-Core 0.18
         if part.func is not _mcore.MoELayer:
             return part
@@ -224,10 +224,10 @@ def job_spec() -> Any:
         ValueError: the job has virtual pipeline stages, and dense layers among its MoE layers, so
             that the stages need different specs.
     """
-    training: Any = sys.modules.get("megatron.training")  # a job of Megatron-LM has imported it
+    training: Any = sys.modules.get("megatron.training")  # imported if this is a Megatron-LM job
     try:
         arguments = training.get_args()
-    except (AttributeError, AssertionError):  # no Megatron-LM, or it has not been started
+    except (AttributeError, AssertionError):  # Megatron-LM is not imported or not started
         return None
     frequency = arguments.moe_layer_freq
     mixed = frequency != 1 and frequency != [1] * arguments.num_layers

@@ -36,9 +36,9 @@ class StackedExperts(_mcore.MegatronModule):
     """The experts of one rank as two stacked weights without biases, in place of SequentialMLP.
 
     ``weight1`` is ``(L, 2F, D)``, gate rows first, or ``(L, F, D)`` without a gate. ``weight2`` is
-    ``(L, D, F)``. Both start with the values of Megatron's ``SequentialMLP``, and checkpoints are
-    interchangeable with it. ``megatron.find_problem`` finds no problem in ``config``. Megatron-Core
-    0.18 and newer pass ``name``, which is unused.
+    ``(L, D, F)``. Initial values and checkpoint format are those of Megatron's ``SequentialMLP``.
+    ``megatron.find_problem`` must find no problem in ``config``. Megatron-Core 0.18 and newer pass
+    ``name``, which is unused.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class StackedExperts(_mcore.MegatronModule):
             if self.config.gradient_accumulation_fusion:
                 self._register_gradient_hooks()
             else:
-                # Strategies add gradients to a weight's ``main_grad`` if it has one. Views have
-                # none: pass views, so that Megatron adds the gradients from autograd.
+                # Strategies add gradients to ``main_grad`` of each weight that has this attribute.
+                # Pass views, which lack it, so that Megatron adds the gradients from autograd.
                 up, down = up.view_as(up), down.view_as(down)
             activation = "swiglu" if self.config.gated_linear_unit else "gelu"
             stacked = Experts(up_LGD=up, down_LDF=down, activation=activation)
@@ -111,7 +111,7 @@ class StackedExperts(_mcore.MegatronModule):
             state[f"{prefix}{name}"] = _mcore.ShardedTensorFactory(
                 key, weight, split, stack, replica
             )
-            # Like SequentialMLP, write an extra-state entry for each matrix, here always None.
+            # As SequentialMLP does, write an extra state for each matrix; here its value is None.
             extra, make = f"{layer}._extra_state", _mcore.make_sharded_object_for_checkpoint
             for index, (expert_prefix, offsets) in enumerate(places, start=first):
                 entry = make(None, f"{prefix}experts.{expert_prefix}{extra}", offsets, replica)
@@ -134,7 +134,7 @@ class StackedExperts(_mcore.MegatronModule):
                         method(weight[index])
 
     def _register_gradient_hooks(self) -> None:
-        """Register hooks of both weights once, in grad mode after Megatron set ``main_grad``."""
+        """Register hooks on both weights once grad mode is on and ``main_grad`` has been set."""
         ready = torch.is_grad_enabled() and hasattr(self.weight1, "main_grad")
         if ready and not self._has_gradient_hooks:
             self._has_gradient_hooks = True
@@ -173,14 +173,14 @@ class StackedExperts(_mcore.MegatronModule):
 
 
 def _ignore_extra_state(module: nn.Module, keys: Any) -> None:
-    """Remove experts' extra state from the unexpected keys of a load, so that strict loads pass."""
+    """Remove experts' extra state from the unexpected keys of a load: strict loads then succeed."""
     for key in list(keys.unexpected_keys):
         if "experts.expert" in key and key.endswith("._extra_state"):
             keys.unexpected_keys.remove(key)
 
 
 def _register_gradient_hook(weight: nn.Parameter) -> None:
-    """Hook a weight: set its ``grad`` to zeros if a kernel added the gradient to ``main_grad``.
+    """Register a hook that sets ``weight.grad`` to 0 if a kernel added to ``main_grad`` instead.
 
     Megatron's overlapped gradient reduction asserts that ``grad`` is not None. The zeros are an
     expanded scalar, which takes no memory.
@@ -209,7 +209,7 @@ def _split(
 ) -> list[Any]:
     """Return a stacked weight's checkpoint tensors: one per expert, two (gate, up) if ``gated``.
 
-    Megatron passes the key of the factory, in front of which it may have added a prefix.
+    ``key`` is the key of the factory, to which Megatron may have added a prefix.
     """
     tensors: list[Any] = []
     for (expert_prefix, offsets), matrix in zip(places, stack, strict=True):

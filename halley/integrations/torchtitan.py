@@ -52,7 +52,7 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
         """torchtitan's configuration of routed experts, with Halley's options added."""
 
         strategy: str = "auto"  # a name that halley.build_strategy accepts, such as "fused:inputs"
-        strict: bool = False  # if Halley cannot run the experts: raise an error, not warn once
+        strict: bool = False  # raise an error, do not only warn, if Halley cannot run the experts
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -65,7 +65,7 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
             self._runner.check_supported(self._unsupported)
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Shard as torchtitan does, prepare the runner; ``ValueError`` for an uneven division."""
+        """Shard as torchtitan does, prepare the runner; ``ValueError`` if experts % ranks > 0."""
         mesh = parallel_dims.get_optional_mesh("ep")
         if mesh is not None:
             local_experts(self.inner_experts.num_experts, ep_size=mesh.size())
@@ -82,7 +82,7 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
     ) -> torch.Tensor:
         """Return each token's weighted sum of expert outputs, ``(B, L, D)``; a collective.
 
-        ``x_BLD`` is a plain tensor; ``num_local_tokens_per_expert_E`` is unused.
+        ``x_BLD`` (L: positions) is a plain tensor. ``num_local_tokens_per_expert_E`` is unused.
         """
         mesh = getattr(self.token_dispatcher, "ep_mesh", None)
         group = None if mesh is None else mesh.get_group()

@@ -1,7 +1,7 @@
 """Run the routed experts of Hugging Face Transformers by Halley; see docs/transformers.md.
 
 Call ``enable()`` before a model is loaded, or ``enable(model)`` after it is. Each version of
-Transformers accepts other expert code at another place: see ``ExtensionPoint``.
+Transformers accepts other expert code at a different place: see ``ExtensionPoint``.
 """
 
 from dataclasses import dataclass
@@ -111,7 +111,7 @@ def enable(
     strict: bool = False,
     default: bool = True,
 ) -> str:
-    """Make Halley run the experts of ``model``, or if it is None, of models that are loaded later.
+    """Make Halley run the experts of ``model``; without ``model``, of models that are loaded later.
 
     Without ``model``, Halley runs models that are loaded afterwards with ``ep_size`` above 1
     (Transformers 5.19 and newer). On a single rank, it runs models that are loaded with
@@ -184,7 +184,7 @@ def disable() -> None:
 def _build_implementation(
     experts: nn.Module, ep_mesh: Any, tp_mesh: Any, *, runner: ExpertRunner, point: ExtensionPoint
 ) -> Any:
-    """Return ``DispatchedExperts`` for a module; Transformers' ``AutoEP`` if unsupported."""
+    """Return ``DispatchedExperts`` for a module, or ``AutoEP`` if Halley cannot run it."""
     problem = find_problem(experts)
     if not problem and point.parallel._uses_megamoe(experts):
         problem = f"experts module {type(experts).__name__} must not be deepgemm_megamoe's"
@@ -210,8 +210,8 @@ def _style_class(built_in: type, runner: ExpertRunner) -> type:
 
             def forward(hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
                 if spans_all_ranks and hasattr(module, "set_force_sum_reduction_for_comms"):
-                    # FSDP2's group has one rank here, so it divides gradients without a sum.
-                    # Transformers 5.19 to 5.22 force a sum, which would divide them twice.
+                    # FSDP2's group has one rank here, so FSDP2 divides gradients without a sum.
+                    # Transformers 5.19 to 5.22 force a sum: it would divide gradients twice.
                     module.set_force_sum_reduction_for_comms(False)
                 with self.context_around_forward(module, ep_mesh):
                     return dispatched(hidden_states, top_k_index, top_k_weights)
@@ -225,7 +225,7 @@ def _style_class(built_in: type, runner: ExpertRunner) -> type:
 def shard_model(model: nn.Module, group: Group, *, runner: ExpertRunner) -> list[str]:
     """Shard a model's experts in place and let Halley run them; return sharded parameters' names.
 
-    Errors as for ``enable``.
+    Raises the same errors as ``enable``.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model ({model!r}) must be a loaded model of transformers")
@@ -250,7 +250,7 @@ def shard_model(model: nn.Module, group: Group, *, runner: ExpertRunner) -> list
 
 
 def full_state_dict(model: nn.Module, group: Group = None) -> dict[str, torch.Tensor]:
-    """Return the state dict of the undivided model, on the CPU; a collective.
+    """Return the state dict of the model with the experts of all ranks, on the CPU; a collective.
 
     ``model.save_pretrained(folder, state_dict=state)`` on the first rank writes the same files as
     for a model that was never divided. ``group`` is the one given to ``enable``.
@@ -268,7 +268,7 @@ def full_state_dict(model: nn.Module, group: Group = None) -> dict[str, torch.Te
 
 
 def _resolve(group: Group) -> tuple[dist.ProcessGroup | None, int, int]:
-    """Return (group, rank in it, its size); for None, the default group's or else (None, 0, 1)."""
+    """Return (process group, rank in it, number of ranks); None means the default group, if any."""
     if isinstance(group, DeviceMesh):
         group = group.get_group()
     if group is None and dist.is_initialized():
@@ -279,7 +279,7 @@ def _resolve(group: Group) -> tuple[dist.ProcessGroup | None, int, int]:
 
 
 def _divide(experts: Any, prefix: str, *, rank: int, ep_size: int) -> list[str]:
-    """Reduce a module to this rank's experts, in place; return its parameters' full names."""
+    """Delete other ranks' experts from a module, in place; return its parameters' full names."""
     num_local = local_experts(experts.num_experts, ep_size=ep_size)
     names: list[str] = []
     for name, parameter in list(experts.named_parameters(recurse=False)):
@@ -315,6 +315,6 @@ def shard_experts(
 
 
 def overlap_shared_experts(model: nn.Module) -> list[str]:
-    """Warn and return []; deprecated: shared experts on a side stream had no speed-up."""
+    """Deprecated: warn and return []. Shared experts on a side stream gave no speed-up."""
     warn_deprecated("overlap_shared_experts", "no call in its place: it has no effect any more")
     return []

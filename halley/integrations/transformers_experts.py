@@ -22,7 +22,7 @@ from halley.strategies.traceable import find_one_rank_problem, run_on_one_rank
 
 # Transformers' decorator ``use_experts_implementation`` sets these attributes on experts modules.
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-# SiLU and GELU: name of the class in Transformers, class in torch, and function in torch.
+# Names of SiLU and GELU: the class in Transformers, the class and the function in torch.
 _SILU, _GELU = ("SiLUActivation", "SiLU", "silu"), ("GELUActivation", "GELU", "gelu")
 
 
@@ -32,7 +32,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def find_problem(module: nn.Module) -> str:
-    """Return why Halley cannot replace the forward of a module, or ""."""
+    """Return why Halley cannot replace the forward of a module, or "" if it can."""
     name = type(module).__name__
     if not is_experts(module):
         return f"experts module {name} must be one that transformers' experts interface runs"
@@ -43,7 +43,7 @@ def find_problem(module: nn.Module) -> str:
 
 
 def find_unsupported(module: nn.Module) -> str:
-    """Return why no strategy can compute the experts of a module, or ""."""
+    """Return why no strategy can compute the experts of a module, or "" if one can."""
     experts: Any = module
     dtype = experts.down_proj.dtype
     if dtype not in DTYPES.values():
@@ -63,9 +63,9 @@ def find_unsupported(module: nn.Module) -> str:
 
 
 def read_experts(module: nn.Module, function: ExpertsFunction) -> LocalExperts:
-    """Return a module's experts; ``stacked``, its weights or views, is None if unsupported.
+    """Return a module's ``LocalExperts``; ``stacked`` is None if no strategy can run the experts.
 
-    The weights must be plain tensors. ``function`` is Transformers' computation of these experts.
+    Weights must be plain tensors and are not copied. ``function`` is Transformers' code for them.
     """
     experts: Any = module
     num_local = experts.down_proj.shape[0]
@@ -88,7 +88,7 @@ def _up_name(module: nn.Module) -> str:
 
 
 def _experts_function(forward: Any) -> ExpertsFunction:
-    """Wrap a Transformers experts forward as ``ExpertsFunction``: one expert per row, weight 1."""
+    """Return an ``ExpertsFunction`` that calls ``forward`` with one expert per row, weight 1."""
 
     def run(rows_RD: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
         return forward(rows_RD, ids_R[:, None], rows_RD.new_ones(rows_RD.shape[0], 1))
@@ -103,7 +103,7 @@ class DispatchedExperts:
     Args:
         experts: the module, which keeps its parameters; its weights may still be on "meta".
         ep: the ranks over which its experts are spread; None for a single rank.
-        tp_mesh: ranks with the same tokens, each of which processes a share; None without TP.
+        tp_mesh: ranks with the same tokens, of which each rank processes a share; None without TP.
         runner: runs the experts; if strict, ``ValueError`` for experts that it cannot run.
     """
 
@@ -144,8 +144,8 @@ class DispatchedExperts:
         )
         if self.tp_mesh is not None:
             y_TD = _all_gather_rows(y_TD, self.tp_mesh, num_tokens=num_tokens)
-        # A model may add shared experts to the result in place. On a view, that would drop the
-        # hooks with which FSDP2 all-gathers the experts' weights for backward. So a view is cloned.
+        # A model may add shared experts to the result in place. Adding to a view would drop hooks
+        # by which FSDP2 all-gathers the experts' weights for backward. So a view is cloned.
         is_view = not torch.compiler.is_compiling() and y_TD._is_view()
         return y_TD.clone() if is_view else y_TD
 
@@ -159,7 +159,7 @@ def run_local_experts(
     runner: ExpertRunner,
     fallback: Any,
 ) -> torch.Tensor:
-    """Return each token's weighted sum over experts in this module only; no communication.
+    """Return each token's weighted sum of the outputs of this module's experts; no communication.
 
     Expert ids are local; ids past the module's own experts are skipped. ``fallback`` is
     Transformers' own function, for experts that no strategy can run.
@@ -171,7 +171,7 @@ def run_local_experts(
     idx_TK = top_k_index.masked_fill(top_k_index >= found.num_local, DROPPED)
     routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=top_k_weights)
     if torch.compiler.is_compiling() and not find_one_rank_problem(found.stacked):
-        # One rank needs no strategy; without one, the compiled graph does not break.
+        # One rank needs no strategy. Running without one avoids a break of the compiled graph.
         return run_on_one_rank(hidden_states, routing, found.stacked)
     return runner.run(hidden_states, routing, found, group=None)
 
@@ -183,7 +183,7 @@ def leave_to_transformers(experts: nn.Module, problem: str, *, runner: ExpertRun
 
 
 def _take_share(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return this rank's share of rows equal on all mesh ranks; backward all-gathers."""
+    """Return this rank's share of rows that all ranks of the mesh have; backward all-gathers."""
     replicated = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return replicated.redistribute(mesh, [Shard(0)]).to_local()
 

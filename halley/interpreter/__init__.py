@@ -6,7 +6,7 @@ that most missing waits have no effect (``scheduler.py``: start there). It lets 
 memory (``sanitizer.py``).
 
 Triton reads ``TRITON_INTERPRET`` when it is first imported. So every package with kernels imports
-this package before triton. Without a GPU, Triton interprets, on CPU tensors.
+this package before triton. Without a GPU, this package sets the variable to 1 if it is unset.
 """
 
 import os

@@ -24,9 +24,9 @@ from halley.interpreter.scheduler import current_scheduler, switch_point
 
 
 _Index = tuple[int, ...]  # ids of a program along the axes of its grid
-_Launch = tuple[Callable[[_Index], None], list[_Index]]  # function, and programs that it runs
+_Launch = tuple[Callable[[_Index], None], list[_Index]]  # a function, and arguments of its calls
 
-# Memory access methods: (name in errors, index of pointer argument, of mask or None).
+# By method that accesses memory: name in errors; index of pointer argument; of mask, or None.
 _ACCESSES: dict[str, tuple[str, int, int | None]] = {
     "create_masked_load": ("load", 0, 1),
     "create_masked_store": ("store", 0, 2),
@@ -65,7 +65,7 @@ def install() -> None:
 def _checked(
     original: Callable[..., Any], kind: str, *, pointer: int, mask: int | None
 ) -> Callable[..., Any]:
-    """Wrap a memory access: check addresses; switch threads after atomics, volatile loads."""
+    """Wrap a memory access: check its addresses; switch threads after atomics, volatile loads."""
 
     def access(self: InterpreterBuilder, *args: Any, **kwargs: Any) -> Any:
         # Loads by tensor descriptors pass ``is_volatile`` by keyword, other loads as last argument.
@@ -81,7 +81,7 @@ def _checked(
 def _launch(
     self: GridExecutor, *args: Any, beside: Sequence[tuple[Any, Any, Any]] = (), **kwargs: Any
 ) -> None:
-    """Run this kernel, and at the same time those in ``beside``: (kernel, grid, arguments) each.
+    """Run this kernel and, at the same time, each (kernel, grid, arguments) in ``beside``.
 
     Without a scheduler, the launches run one after another.
     """

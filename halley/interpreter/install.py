@@ -25,7 +25,7 @@ from halley.interpreter.scheduler import current_scheduler
 
 # Values of these types contain no tl.constexpr to unwrap.
 _PLAIN = frozenset({int, float, bool, str, type(None), tl.tensor, tl.dtype, tl.block_type})
-# Dtypes that a tensor keeps in an operation with a tensor of the same dtype or with an integer.
+# Tensors of these dtypes need no type promotion with a tensor of equal dtype or with an integer.
 _COMMON = ("int32", "int64", "fp32")
 
 _SWITCH_NS = 100_000  # virtual time of one switch between threads
@@ -178,7 +178,7 @@ def cache_types() -> None:
 
 
 def skip_conversions() -> None:
-    """Make binary operations return operands of common types without Triton's conversions."""
+    """Make binary operations on common dtypes skip Triton's slow checks for type promotion."""
     convert_of_triton = TritonSemantic.binary_op_type_checking_impl
 
     def convert(self: Any, lhs: Any, rhs: Any, *args: Any, **options: Any) -> Any:

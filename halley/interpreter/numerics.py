@@ -1,4 +1,4 @@
-"""bfloat16 arithmetic in the interpreter as on GPUs: in float32, rounded to nearest even.
+"""Make the interpreter compute bfloat16 as GPUs do: in float32, rounded to nearest even.
 
 Triton's interpreter stores bfloat16 as uint16 and lets numpy compute with the integers. So sums,
 multiplications and comparisons are wrong, and casts to bfloat16 truncate. Not repaired, because

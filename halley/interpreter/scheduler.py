@@ -19,7 +19,7 @@ from typing import Any, TypeVar, final
 
 T = TypeVar("T")
 
-# Longest pause of a starved thread, in switches. A kernel launch in a test takes a few hundred.
+# Longest pause of a starved thread, in switches between threads. A test launch has a few hundred.
 _MAX_STARVED_SWITCHES = 500
 
 
@@ -38,7 +38,7 @@ class _Task:
         self.starved_until = 0
         self._asleep = threading.Lock()
         self._asleep.acquire()
-        self.wake = self._asleep.release  # lets the thread run; its caller must then sleep or end
+        self.wake = self._asleep.release  # lets this thread run; the caller must then sleep or end
         self.sleep = self._asleep.acquire  # stops the calling thread until ``wake``
 
 
@@ -241,7 +241,7 @@ class Scheduler:
         self._raise_if_failed()
 
     def _next(self) -> _Task:
-        if not self._runnable:  # a deadlock: all threads left are at the barrier
+        if not self._runnable:  # a deadlock: all live ranks are at the barrier
             names = ", ".join(task.name for task in self._at_barrier)
             self._fail(
                 RuntimeError(f"{names} of {self._num_ranks} ranks wait at a barrier for the others")

@@ -22,8 +22,8 @@ TANGENT = "tangents"  # prefix of the name that aot_autograd gives to the gradie
 class StepGraphs:
     """The forward and backward graph of a loss function, traced for one set of shapes.
 
-    Inputs of forward are parameters and a microbatch, its results the loss, then the values saved
-    for backward, which are inputs of backward of the same names.
+    The inputs of forward are parameters and a microbatch. Its results are the loss and the values
+    saved for backward, which are inputs of backward with the same names.
     """
 
     forward: fx.GraphModule
@@ -36,7 +36,7 @@ class StepGraphs:
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """The graphs of a loss function, and forward's input values in one call of the function."""
+    """The graphs of a loss function, and the values of the forward graph's inputs in one call."""
 
     graphs: StepGraphs
     values: tuple[Any, ...]
@@ -92,7 +92,7 @@ def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: Inner) -
     found: list[StepGraphs] = []
 
     def split(joint: fx.GraphModule, *args: Any, num_fwd_outputs: int, **kwargs: Any) -> Any:
-        # Remove waits on waits first: then a saved value has one name in forward and backward.
+        # Remove repeated waits, so that a saved value has the same name in forward and backward.
         remove_repeated_waits(joint.graph)
         forward, backward = min_cut_rematerialization_partition(
             joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs
@@ -129,7 +129,7 @@ def _run_nothing(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[
 def _copy(graph: fx.Graph) -> fx.Graph:
     """Copy a graph with the same node names; clone the loss's gradient if the graph returns it.
 
-    The gradient of the loss is an input. With the clone, a node computes each gradient.
+    The loss's gradient is a graph input. With the clone, all gradients are results of operators.
     """
     copy = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}

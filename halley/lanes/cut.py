@@ -76,10 +76,10 @@ def cut_step(graphs: StepGraphs) -> tuple[Item, ...]:
 
 
 def _cut(graph: fx.Graph) -> tuple[list[_Draft], set[fx.Node]]:
-    """Divide nodes into drafts of items; return drafts, and nodes that each reader recomputes.
+    """Divide nodes into drafts of items; also return the nodes that each reading item recomputes.
 
     A view joins the segment of its source, and a size the host item of its sources. In the order of
-    the graph they may be anywhere, and would make segments need each other.
+    the graph, both may be far from their sources, which would add dependencies between items.
     """
     drafts = [_Draft("segment")]  # for shared nodes that are results of the graph
     draft_of: dict[fx.Node, _Draft] = {}
@@ -127,10 +127,10 @@ def _is_static(node: fx.Node) -> bool:
 
 
 def _is_shared(node: fx.Node, shared: set[fx.Node]) -> bool:
-    """Return whether items copy a node: a view of inputs, or a non-random node without inputs.
+    """Return whether each item that reads a node recomputes it, rather than one item for all.
 
-    Tracing shares such a node between layers. Without the copies, of two equal layers only one
-    would have a segment that makes the view, and their code would differ.
+    Such a node is a view of graph inputs, or has no inputs and is not random. Tracing makes one for
+    all layers. If only the first layer computed it, two equal layers would differ in their code.
     """
     sources = node.all_input_nodes
     if not sources:
@@ -145,8 +145,8 @@ def _split_units(drafts: list[_Draft], shared: set[fx.Node]) -> list[_Draft]:
     """Move weight-gradient GEMMs of backward from segments to "unit" drafts; return all drafts.
 
     A node may move into a unit if only outputs of the graph and other such nodes read it. Connected
-    nodes of a segment are one unit, if a GEMM is among them: other nodes are cheaper in the kernels
-    that compute their operands.
+    nodes of a segment are one unit if a GEMM is among them. Without a GEMM they stay, because they
+    are cheaper in the kernels that compute their operands.
     """
     movable: set[fx.Node] = set()
     for draft in reversed(drafts):
@@ -189,9 +189,9 @@ def _finish(
     made: set[fx.Node],
     producers: dict[str, int],
 ) -> Item:
-    """Return a draft's ``Item``, with graph and value names; add its nodes to ``made``.
+    """Build the ``Item`` of a draft, with its graph and value names; add its nodes to ``made``.
 
-    ``made`` are the nodes of earlier items. ``producers`` maps a value to its item's index.
+    ``made`` are the nodes of earlier items. ``producers`` maps a value name to its item's index.
     """
     own, inputs, body = set(draft.nodes), dict[fx.Node, None](), dict[fx.Node, None]()
 

@@ -86,10 +86,10 @@ class Executor:
         *,
         recorder: Recorder,
     ) -> list[torch.Tensor]:
-        """Run all microbatches; add gradients to ``.grad`` or call hooks; return their losses.
+        """Run all microbatches; add gradients to ``.grad`` or call hooks; return the losses.
 
         Args:
-            inputs: inputs of forward and the gradient of the loss of each microbatch, by name.
+            inputs: for each microbatch, inputs of forward and the gradient of the loss, by name.
             parameters: values of the inputs of forward, by position.
         """
         values = [{**each} for each in inputs]
@@ -108,7 +108,7 @@ class Executor:
     def _with_graphs(
         self, values: Sequence[dict[str, Any]], parameters: Sequence[Any]
     ) -> Iterable[_Action]:
-        """Return a step's actions; with ``captures``, run by CUDA graphs where ``can_capture``."""
+        """Return a step's actions; with ``captures``, CUDA graphs run the items that allow it."""
         if not self._captures:
             return self._actions
         addresses = [each.data_ptr() for each in parameters if isinstance(each, nn.Parameter)]
@@ -149,7 +149,7 @@ def one_after_another(items: Sequence[Item], *, num_microbatches: int) -> list[t
 
 
 def check_order(items: Sequence[Item], order: Order) -> None:
-    """Raise a ``RuntimeError`` unless each microbatch has each item once, after those it needs."""
+    """Raise a ``RuntimeError`` unless each microbatch has each item once, after items it needs."""
     num_microbatches = len({microbatch for microbatch, _ in order})
     if sorted(order) != one_after_another(items, num_microbatches=num_microbatches):
         raise RuntimeError("an order must have each item of each microbatch once")
@@ -183,13 +183,13 @@ def _run(
 @final
 @dataclass(eq=False)
 class _Gradients:
-    """Adds each parameter's gradients by microbatch number; keeps those that come too early.
+    """Adds a parameter's gradients in the order of microbatches; stores gradients that are early.
 
-    So the sums are equal bit for bit to those of one microbatch after another.
+    So the sums are bit for bit those of microbatches that run one after another.
     """
 
     parameters: Sequence[Any]
-    # Gradients that wait for those of earlier microbatches, by parameter position, then microbatch.
+    # Gradients to add after earlier microbatches' gradients, by parameter position and microbatch.
     early: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
     next: dict[int, int] = field(default_factory=dict)  # by position: the next microbatch to add
 

@@ -42,10 +42,10 @@ def plan_lanes(
     num_microbatches: int,
     max_lanes: int,
 ) -> LanePlan:
-    """Simulate several orders of the items of a step, and return the plan with the fastest one.
+    """Simulate several orders of the items of a step, and return the plan with the fastest order.
 
     Args:
-        durations_us: of each item; of a start, that of its collective; of a wait 0.
+        durations_us: time of each item; for a start, that of its collective; for a wait, 0.
         max_lanes: most microbatches that may be unfinished at a time.
     """
     found = list(
@@ -70,7 +70,7 @@ def schedules(
     num_microbatches: int,
     max_lanes: int,
 ) -> Iterator[tuple[int, bool, list[tuple[int, int]]]]:
-    """Yield orders of a step's items: (number of lanes, whether units may wait, order).
+    """Yield (number of lanes, whether weight-gradient units may run later, order of all items).
 
     The first order runs one microbatch after another. Arguments as for ``plan_lanes``.
     """
@@ -94,8 +94,8 @@ def measured_durations(
 ) -> list[float]:
     """Return the microseconds of each item, from spans of microbatches that ran one after another.
 
-    Items of one hash, in ``keys``, get one duration, their median. A wait gets 0, and a start the
-    time from it to the end of its wait, the shortest of all microbatches and steps: longer times
+    Items with the same hash in ``keys`` get their median duration. A wait gets 0. A start gets the
+    shortest time, over microbatches and steps, from its start to the end of its wait: longer times
     contain delays of other ranks.
     """
     times_us: dict[str, list[float]] = defaultdict(list)
@@ -202,7 +202,7 @@ class _ListScheduler:
         return min(ready, key=lambda lane: self.position[lane] + lane * self.lag)
 
     def _advance(self, lane: int) -> None:
-        """Issue a microbatch's items up to a wait for rows; defer units if ``moves_units``."""
+        """Issue a lane's items up to its next wait for rows; defer units if ``moves_units``."""
         first = self.position[lane]
         for index in range(first, len(self.items)):
             item = self.items[index]

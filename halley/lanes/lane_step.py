@@ -104,7 +104,7 @@ class LaneStep:
 
     @property
     def fallback(self) -> str:
-        """Why the graphs of the last step can never run microbatches side by side, or ""."""
+        """Reason why the last step's microbatches can never run side by side; "" if they can."""
         return "" if self._last is None else self._last.fallback
 
     @property
@@ -147,7 +147,7 @@ class LaneStep:
 
 @final
 class _Program:
-    """Compiled items of a step's graphs; runs them, and plans their order after measured steps."""
+    """Runs the compiled items of a step's graphs; after measured steps, plans the items' order."""
 
     def __init__(self, graphs: StepGraphs, compiler: SegmentCompiler, *, options: _Options) -> None:
         self.plan: LanePlan | None = None  # None until steps are measured, or with a fallback

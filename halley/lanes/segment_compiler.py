@@ -93,9 +93,9 @@ def _run_eagerly(code: fx.GraphModule) -> Call:
 def _compile(code: fx.GraphModule) -> Call:
     """Compile an item's code by Inductor, after tracing it again with new symbolic sizes.
 
-    Inductor binds a symbol only to an input that is that symbol alone. Inputs of a segment have
-    sizes as ``u0 + u1``, whose terms the segment never reads. So each distinct size becomes one new
-    symbol. It is unbacked: a backed one would bring guards that nobody checks ("at least 2").
+    Inductor binds a symbol only to an input size that is this symbol alone. A segment may have an
+    input of size ``u0 + u1``, and none of size ``u0``. So each distinct size becomes a new symbol.
+    It is unbacked: a backed symbol would bring guards that nobody checks ("at least 2").
     """
     from torch._inductor.compile_fx import compile_fx_inner
 

@@ -16,9 +16,9 @@ _T = TypeVar("_T")
 
 
 def compiled_on_gpu(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Return a wrapper of a function: compiled if a positional argument is on a GPU, else eager.
+    """Wrap a function: run it compiled if a positional argument is on a GPU, else in eager mode.
 
-    Inductor fuses its operators. Inside a compiled model it becomes part of the model's graph.
+    Inductor fuses the operators. Inside a compiled model, they become part of the model's graph.
     """
 
     @cache  # compile at the first call, because an import must not start the compiler

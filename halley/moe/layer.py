@@ -53,7 +53,7 @@ def init_parameters(model: nn.Module, *, seed: int) -> None:
 
 def _draw(shape: tuple[int, ...], name: str, *, seed: int, device: torch.device) -> torch.Tensor:
     generator = torch.Generator(device)
-    # crc32, because Python's hash of a string differs between processes.
+    # Use crc32, because Python's hash of a string differs between processes.
     generator.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
     values = torch.empty(shape, dtype=torch.float32, device=device)
     return values.normal_(0.0, _STD, generator=generator)
@@ -183,7 +183,7 @@ class MoELayer(nn.Module):
         recorder: records the time of waiting for the gradients of replicas.
 
     Raises:
-        ValueError: arguments do not fit each other, or parameters not the device's memory.
+        ValueError: arguments do not fit each other, or parameters do not fit into memory.
     """
 
     def __init__(
@@ -213,8 +213,8 @@ class MoELayer(nn.Module):
         run = {"groups": groups, "placement": placement, "recorder": recorder}
         self.experts = GroupedExperts(config, hidden_size, **run, **place)
         self.ep_rank = groups.ep_rank
-        # Tables by expert id: the replicas to which this rank may send a token, and how many they
-        # are. None if ``experts.is_plain``. Checkpoints omit both tables: the placement determines
+        # Tables by expert id: the replicas to which this rank may send a token, and their number.
+        # None if ``experts.is_plain``. Checkpoints omit both tables: the placement determines
         # them.
         self.choices_EC: torch.Tensor | None
         self.num_choices_E: torch.Tensor | None
@@ -235,8 +235,8 @@ class MoELayer(nn.Module):
     def forward(self, x: torch.Tensor) -> MoEOutput:
         """Return the ``MoEOutput`` of routed and shared experts; a collective of the "ep" group.
 
-        ``x`` is ``(..., D)`` in the dtype of the parameters. Under autocast it has any dtype, and
-        the output the dtype of autocast.
+        ``x`` is ``(..., D)`` in the dtype of the parameters. Under autocast, ``x`` may have any
+        dtype, and the output has the dtype of autocast.
         """
         weight = self.router.weight
         if x.ndim == 0 or x.shape[-1] != weight.shape[1]:

@@ -18,7 +18,7 @@ _ADAM_STATES = 2  # Adam's first and second moment, float32
 def check_memory(
     config: RunConfig, *, num_ranks: int, device: torch.device, num_sharing: int = 1
 ) -> None:
-    """Raise ``ValueError`` if ``training_bytes`` of the ranks of one device exceed its memory.
+    """Raise ``ValueError`` if the ``training_bytes`` of all ranks on a device exceed its memory.
 
     For a GPU, the check creates a CUDA context in this process. ``num_sharing`` ranks share the
     device's memory, such as all CPU ranks of a host.
@@ -33,7 +33,7 @@ def check_memory(
 
 
 def model_sizes(config: ModelConfig, *, prefix: str = "", moe_prefix: str = "") -> dict[str, int]:
-    """Return the main sizes that determine a model's memory, by prefixed name, for messages."""
+    """Return the main sizes that determine a model's memory, by prefixed name, for errors."""
     names = ("vocab_size", "hidden_size", "num_layers")
     moe_names = ("num_experts", "intermediate_size")
     sizes = {f"{prefix}{name}": getattr(config, name) for name in names}
@@ -41,7 +41,7 @@ def model_sizes(config: ModelConfig, *, prefix: str = "", moe_prefix: str = "") 
 
 
 def training_bytes(config: RunConfig, *, num_ranks: int) -> int:
-    """Return a rank's least memory: model, gradients, optimizer, lm_head's input and output."""
+    """Return the fewest bytes a rank needs: model, gradients, optimizer, lm_head's activations."""
     itemsize = DTYPES[config.train.dtype].itemsize
     ep_size = config.ep_size or num_ranks
     number = num_parameters(config.model, ep_size=ep_size, tp_size=config.expert_tp_size)

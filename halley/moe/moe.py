@@ -143,7 +143,7 @@ class MoE(nn.Module):
 
 
 def _join_default_group(device: torch.device | str | None) -> dist.ProcessGroup | None:
-    """Return the default process group, created if a launcher started this process; or None."""
+    """Return the default process group; create it if a launcher started this process; else None."""
     if not dist.is_initialized():
         check_launcher()
         if not is_launched():

@@ -37,7 +37,7 @@ class AbstractRouter(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def choose(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return ids and weights of chosen experts, ``(T, K)``; all probabilities, ``(T, E)``."""
+        """Return chosen experts' ids and weights, ``(T, K)``, and all probabilities, ``(T, E)``."""
 
     def forward(self, x_TD: torch.Tensor) -> RouterOutput:
         router, num_experts = self.config.router, self.config.num_experts
@@ -86,7 +86,7 @@ class SoftmaxRouter(AbstractRouter):
 
 @final
 class SigmoidRouter(AbstractRouter):
-    """A router: top-k of sigmoid scores plus bias, from each token's best router groups only.
+    """A router that takes the top-k of sigmoid score plus bias, in a token's best router groups.
 
     A bias, which ``update_bias`` changes, is added to the scores for the choice, but not for the
     weights. Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2. The score of a group is the sum

@@ -82,7 +82,7 @@ class MoETransformer(nn.Module):
         placements: expert placement of each MoE layer; None for consecutive ranges.
 
     Raises:
-        ValueError: arguments do not fit each other, or parameters not the device's memory.
+        ValueError: arguments do not fit each other, or parameters do not fit into memory.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 A token crosses once to each node that has any of its experts. Each (token, node) pair is a row.
 Rows are sent in chunks of consecutive tokens, so that one chunk travels while another is computed.
 
-In this file, N is the number of nodes, S the number of rows that this rank sends, C that of chunks,
-and E' the number of experts of one node.
+In this file, N is the number of nodes, S of rows that this rank sends, C of chunks, and E' of
+experts of one node.
 """
 
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ from halley.ops.traceable_routing import sort_slots
 
 @final
 class NodeTables:
-    """Tables by expert id: its node, if that is another one; its id in this node, if it is here.
+    """Tables by expert id: the other node that holds the expert, or the expert's id in this node.
 
-    ``num_experts`` is E'. One lookup takes the place of several operations on the device.
+    ``num_experts`` is E'. One lookup replaces several operations on the device.
 
     Attributes:
         other_node: node of each expert; N for the experts of the own node, and for ``DROPPED``.
@@ -33,7 +33,7 @@ class NodeTables:
 
     def __init__(self, nodes: Nodes, *, num_experts: int, device: torch.device) -> None:
         self.nodes, self.num_experts = nodes, num_experts
-        # The tables have one more element than experts: index ``DROPPED``, -1, reads that last one.
+        # The tables have one more element than experts: index ``DROPPED``, -1, reads the last one.
         expert = torch.arange(nodes.num_nodes * num_experts + 1, device=device)
         node = expert // num_experts
         self.other_node = torch.where(node == nodes.node, nodes.num_nodes, node)

@@ -5,7 +5,7 @@ An all-to-all is split into start and wait, so that other work can run in betwee
 that pipelines the forward pass pipelines the backward pass too. A ``RuntimeError`` of a collective
 names the operation and the ranks.
 
-In this file, S is the number of rows that a rank sends, and N that of rows in a given buffer.
+In this file, S is the number of rows that a rank sends, and N the number of rows of a buffer.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from halley.core.types import Experts
 from halley.distributed.peers import Collective
 
 
-# torch 2.13 renamed all_gather_into_tensor and warns about the old name; 2.11 has only that one.
+# torch 2.13 renamed all_gather_into_tensor and warns about the old name; 2.11 has only the old one.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -33,7 +33,7 @@ class Exchange:
         send_splits, recv_splits: rows to and from each rank, in order of rank.
         group: the ranks; None for a single rank, which then keeps its rows.
         received: buffer for the rows received in forward; None allocates one.
-        name: in errors, and in the spans "<name>.wait" and "<name>.backward.wait" of host waits.
+        name: for errors, and for the spans "<name>.wait" and "<name>.backward.wait" of host waits.
     """
 
     def __init__(
@@ -191,8 +191,8 @@ def reduce_scatter_rows(
     """Sum rows over all ranks; return the sums of this rank's rows, ``(num_rows, X)``.
 
     ``rows_AX`` are partial sums for the rows of all ranks, in the order of ``all_gather_rows``.
-    Differentiable: the gradient is an all-gather. It uses an all-to-all and a float32 sum in order
-    of rank: NCCL may reduce inside the network, which is not deterministic on every network.
+    Differentiable: the gradient is an all-gather. Forward is an all-to-all and a float32 sum in
+    order of rank: NCCL may reduce inside the network, which is not deterministic on every network.
     """
     if group is None:
         return rows_AX
@@ -239,7 +239,7 @@ class _ReduceScatterRows(torch.autograd.Function):
 
 @final
 class Replicas:
-    """Sums a replicated expert's gradients over its ranks, or copies those of the lowest rank.
+    """Sums the gradients of an expert's replicas over ranks, or copies the lowest rank's gradient.
 
     ``rank`` is this rank in the expert-parallel ``group``. The host waits in span "replicas.wait".
 
@@ -261,7 +261,7 @@ class Replicas:
         ranks_of = {place: placement.ranks_of(expert) for place, expert in enumerate(own)}
         firsts = [place for place, ranks in ranks_of.items() if ranks[0] == rank]
         self.first = torch.tensor(firsts, dtype=torch.int64, device=device)
-        # By local index of each expert on several ranks: all ranks that hold it, ascending.
+        # For each expert on several ranks, by local index: the ranks that hold it, ascending.
         self._ranks = {place: ranks for place, ranks in ranks_of.items() if len(ranks) > 1}
         # The gradients to exchange, as (other rank, local index), in order of rank. Two ranks both
         # order their common experts by expert id, so that sent and received gradients match.
@@ -282,9 +282,9 @@ class Replicas:
         return self._merge(gradients, _sum_into)
 
     def take_first(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return gradients; a replicated expert's come from its lowest rank. A collective.
+        """Return gradients; all replicas get the gradient of their lowest rank. A collective.
 
-        Gradients that were reduced again after ``sum`` may be rounded differently on each rank.
+        Needed if gradients were reduced again after ``sum``: each rank may round differently.
         """
         return self._merge(gradients, lambda out, sources: out.copy_(sources[0]))
 

@@ -86,7 +86,7 @@ class _AddBias(torch.autograd.Function):
 
 
 def add_bias(x_RO: torch.Tensor, bias_LO: torch.Tensor, *, ends_L: torch.Tensor) -> torch.Tensor:
-    """Add its expert's bias to each row, ``(R, O)``; expert l's rows end at ``ends_L[l]``."""
+    """Add to each row the bias of its expert, ``(R, O)``; rows of expert l end at ``ends_L[l]``."""
     return _AddBias.apply(x_RO, bias_LO, ends_L)  # pyright: ignore[reportReturnType]
 
 

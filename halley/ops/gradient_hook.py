@@ -2,7 +2,7 @@
 
 Autograd gives parameters their gradients when a compiled backward graph has ended. A parameter with
 the attribute ``gradient_ready_hook``, a function of one tensor, receives its gradient as soon as
-the graph has computed it. The graph owns that tensor's memory: a hook copies what it keeps.
+the graph has computed it. A hook must copy the gradient to keep it: the graph owns the memory.
 """
 
 from collections.abc import Callable

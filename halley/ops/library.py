@@ -57,7 +57,7 @@ def define(
 
 
 def takes_kernels(tensor: torch.Tensor) -> bool:
-    """Return whether operators on a tensor run Triton kernels: on a GPU, if Triton compiles."""
+    """Return whether operators on a tensor run Triton kernels: on a GPU where Triton compiles."""
     return tensor.is_cuda and _compiles_kernels()
 
 

@@ -1,4 +1,4 @@
-"""GEMMs that leave SMs to a concurrent collective.
+"""Run GEMMs that leave some SMs free for a concurrent collective.
 
 A GEMM of cuBLAS or CUTLASS occupies every SM from start to end. A collective that is launched a
 moment later waits until the GEMM is done. If the collective runs already, the GEMM's CTAs that find
@@ -45,7 +45,7 @@ def _gemm_with_carveout(
     ends: torch.Tensor | None,
     num_sms: int,
 ) -> torch.Tensor:
-    """Return ``left @ right``, plus ``bias`` if dense; a GPU kernel leaves ``num_sms`` SMs free.
+    """Return ``left @ right``, plus ``bias`` if dense; on a GPU, leave ``num_sms`` SMs free.
 
     With ``ends``, the end of each group, int32, it is a grouped GEMM without bias, else dense.
     """

@@ -1,8 +1,8 @@
 """Routing as torch.library operators: keep slots within a capacity, sort them, move their rows.
 
-For code that ``torch.compile`` traces into one graph. Each step is one node, so a compiler pass can
-recognise it. ``take_slots`` continues from the counts of earlier tokens, so a batch can be split
-into microbatches; ``take_slots_by_weight`` ranks all tokens of the batch.
+``torch.compile`` traces these operators into one graph. Each is one node, so that a compiler pass
+can recognise it. ``take_slots`` continues from the counts of earlier tokens, so a batch can be
+split into microbatches; ``take_slots_by_weight`` ranks all tokens of the batch.
 """
 
 import torch
@@ -29,7 +29,7 @@ def _sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
 def _take_slots(
     topk_idx: torch.Tensor, used: torch.Tensor, limit: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which slots experts keep, up to ``limit`` with earlier ones; and new ``used``.
+    """Return which slots each expert keeps, up to its ``limit``, and the updated counts ``used``.
 
     First choices of all tokens come before second choices; within a choice, tokens are in order.
     ``used`` is the number of slots that earlier tokens requested from each expert, int64 ``(E,)``;
@@ -59,7 +59,7 @@ def _take_slots(
 def _take_slots_by_weight(
     topk_idx: torch.Tensor, weights: torch.Tensor, num_experts: int, limit: int
 ) -> torch.Tensor:
-    """Return which slots experts keep: by choice, then tokens of largest weight first.
+    """Return which slots experts keep: in order of choice, then of decreasing weight of the token.
 
     Tokens of equal weight are in order of index. Returns whether a slot is kept, bool ``(T, K)``.
 
@@ -142,10 +142,10 @@ def _first(values: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
-    """Return the order of received rows by expert, its inverse, expert ends, and counts ``(L, W)``.
+    """Return the order that sorts received rows by expert, its inverse, expert ends and counts.
 
-    Rows arrive sorted by source rank, then expert: ``counts`` rows of each, int64 ``(W, L)``, in
-    total ``num_rows``. The order and its inverse are int64 ``(R,)``, the ends int32 ``(L,)``.
+    Rows arrive sorted by source rank, then expert: ``counts`` rows of each, int64 ``(W, L)``.
+    The order and its inverse are int64 ``(R,)``, the ends int32 ``(L,)``, the counts ``(L, W)``.
     Example: counts [[1, 2], [1, 0]] describe the rows s0e0 s0e1 s0e1 s1e0 (source rank, expert).
     The order by expert is 0, 3, 1, 2, and the rows of the experts end at 2 and 4.
     """
@@ -157,7 +157,7 @@ def _group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]
     by_expert = counts.t().clone(memory_format=torch.contiguous_format)
     ends_WL = counts.flatten().cumsum(0).view_as(counts)
     ends_LW = by_expert.flatten().cumsum(0).view_as(by_expert)
-    shift_WL = ends_LW.t() - ends_WL  # a row's index in order of expert minus that on arrival
+    shift_WL = ends_LW.t() - ends_WL  # a row's index in expert order minus its arrival index
     rows = torch.arange(num_rows, device=counts.device)
     order = rows - _of_segment(shift_WL.t(), ends_LW, rows)
     inverse = rows + _of_segment(shift_WL, ends_WL, rows)

@@ -7,8 +7,8 @@
     return_sums    start to return the partial sums of one chunk; backward waits for their gradients
     add_returned   wait for and add all partial sums; backward starts to send their gradients
 
-In this file, S is the number of rows that this rank sends, R that of rows it receives in a chunk, C
-that of rows it sends in a chunk (in ``send_CN`` that of chunks), and N that of nodes.
+In this file, S is the number of rows that this rank sends, R of rows that it receives in a chunk,
+C of rows that it sends in a chunk (in ``send_CN``: of chunks), and N the number of nodes.
 """
 
 from collections.abc import Sequence
@@ -41,8 +41,8 @@ class Wire:
     The gradients of both return in the same way. With dtype "float8", tokens cross as E4M3, and
     the words contain one float32 scale for each 128 columns.
 
-    Received rows are padded by rows without experts, because layers are recorded and compiled for
-    each number of rows, and it changes from step to step. ``group`` has the ranks of all nodes.
+    Received rows are padded by rows without experts, so that few different numbers of rows occur:
+    layers are recorded and compiled for each number. ``group`` has the ranks of all nodes.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Wire:
         self._buffers: dict[Exchange, torch.Tensor] = {}
 
     def send_rows(self, x_TD: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, ...]:
-        """Start to send the tokens of all chunks; return a ``receive_rows`` input for each."""
+        """Start to send the tokens of all chunks; return each chunk's input of ``receive_rows``."""
         return _SendRows.apply(  # pyright: ignore[reportReturnType]
             x_TD, routing.topk_weights_TK, routing.topk_idx_TK, self
         )
@@ -116,7 +116,7 @@ class Wire:
     ) -> None:
         """Start to return a chunk's partial sums, or gradients of rows, to the tokens' nodes.
 
-        The rows of ``exchanges``, those of all chunks, arrive in one buffer.
+        There is one exchange per chunk. The rows of all chunks arrive in one buffer.
         """
         sizes = self.crossing.send_sizes
         if exchanges[0] not in self._buffers:
@@ -130,7 +130,7 @@ class Wire:
         exchanges[chunk].launch(rows_RX[: self.recv_sizes[chunk]], backward=backward)
 
     def finish_to_tokens(self, exchanges: list[Exchange], *, backward: bool) -> torch.Tensor:
-        """Wait for all chunks; return their rows, then one more (zeros if ``row_TN`` is set)."""
+        """Wait for all chunks; return their rows and one more row (zeros if ``row_TN`` is set)."""
         for exchange in exchanges:
             exchange.finish(backward=backward)
         return self._buffers.pop(exchanges[0])
@@ -159,7 +159,7 @@ def _dequantize(codes: torch.Tensor, scale: torch.Tensor, *, dtype: torch.dtype)
 
 
 def _pad_rows(num_rows: int) -> int:
-    """Round a row count up by at most 1/16, so that few different sizes occur."""
+    """Round a row count up by at most 1/16 or 7 rows, so that few different sizes occur."""
     step = 1 << max(3, num_rows.bit_length() - _PADDED_BITS)
     return -(-num_rows // step) * step
 

@@ -1,1 +1,1 @@
-"""Plans made before a run: layers' strategies, expert placements, layouts on a cluster."""
+"""Make plans before a run: strategies of layers, placements of experts, layouts on a cluster."""

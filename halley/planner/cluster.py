@@ -1,4 +1,4 @@
-"""Rank the ways to spread the experts of a model over a cluster, by predicted time of its layers.
+"""Sort the ways to spread a model's experts over a cluster by the predicted time of an MoE layer.
 
 Experts spread over few ranks stay inside a node: their tokens use the fast link, but each node has
 copies of the experts, whose gradients cross the network. Experts spread over many nodes need less
@@ -22,7 +22,7 @@ from halley.strategies.part_orders import PIPELINES, list_tasks
 
 
 _WEIGHT_BYTES = 4  # a bfloat16 weight and its gradient
-_STATE_BYTES = 12  # float32: weight and two moments of Adam, divided over copies as in ZeRO-1
+_STATE_BYTES = 12  # float32 weight and two Adam moments, divided over expert copies as in ZeRO-1
 _GRADIENT_BYTES = 2  # of a gradient in bfloat16, as it crosses the network
 
 
@@ -41,27 +41,27 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A way to spread experts, and the predicted forward plus backward of one MoE layer."""
+    """A way to spread experts, with predicted times of one MoE layer (forward plus backward)."""
 
     strategy: str
-    ep_size: int  # ranks over which the experts are spread, including those that share an expert
+    ep_size: int  # ranks over which the experts are spread, including ranks that share an expert
     tp_size: int  # ranks that share each expert
     num_nodes: int  # nodes over which the experts are spread
     layer_us: float
     compute_us: float  # of the layer, without waits
     exposed_us: float  # time in which tokens or gradients are sent and nothing is computed
-    reduce_us: float  # reduction of gradients over expert copies, divided by microbatches
-    expert_bytes: float  # weights, gradients and optimizer state of a rank's experts, all layers
+    reduce_us: float  # time to reduce gradients over expert copies, divided by ``num_microbatches``
+    expert_bytes: float  # weights, gradients and optimizer state of a rank's experts in all layers
     fits: bool  # whether ``expert_bytes`` is at most the memory of a device
 
 
 def plan_layouts(
     model: ModelConfig, cluster: Cluster, *, num_tokens: int, num_microbatches: int = 1
 ) -> list[Layout]:
-    """Return all layouts, from fastest to slowest; those that do not fit the memory come last.
+    """Return all layouts, from fastest to slowest; layouts that exceed the memory come last.
 
-    Routing is balanced and tensors are bfloat16. The reduction of gradients is taken to use the
-    time in which the network is idle; it is exposed where it takes longer than that.
+    Routing is balanced and tensors are bfloat16. Gradients are assumed to be reduced while the
+    network is idle; the time beyond this idle time is exposed.
 
     Args:
         num_tokens: of a rank, in one microbatch.
@@ -77,9 +77,9 @@ def plan_layouts(
 
 
 def explain(layouts: list[Layout]) -> str:
-    """Compare, in sentences, the first layout with the best layout of the other kind.
+    """Compare, in sentences, the best layout inside a node with the best layout across nodes.
 
-    The kinds are experts inside each node, and experts across nodes.
+    ``layouts`` are sorted by ``plan_layouts``. If all are of one kind, only the first is described.
     """
     best = layouts[0]
     text = f"{describe(best)} is fastest: {best.layer_us / 1e3:.2f} ms a layer, "
@@ -108,9 +108,9 @@ def describe(layout: Layout) -> str:
 
 
 def _list_sizes(model: ModelConfig, cluster: Cluster) -> Iterator[tuple[int, int]]:
-    """Yield possible (ep_size, tp_size): ranks that hold all experts, ranks that hold one.
+    """Yield possible (ep_size, tp_size): numbers of ranks that hold all experts, and one expert.
 
-    The ranks are a part of one node, or whole nodes that divide the cluster.
+    ``ep_size`` divides the ranks of a node, or is whole nodes, whose number divides ``num_nodes``.
     """
     local, num_experts = cluster.ranks_per_node, model.moe.num_experts
     inside = [size for size in range(1, local + 1) if local % size == 0]
@@ -189,7 +189,7 @@ def _predict(
     send_us = predictor.network_us if cluster.num_nodes > 1 else predictor.all_to_all_us
     reduce_us = send_us(crossing) / num_microbatches if copies > 1 else 0.0
     end_us = max(span.end_us for span in spans)
-    # Only "rail" spans of hierarchical layers use the network; in others, all exchanges do.
+    # In hierarchical layers, only "rail" spans use the network; in other layers, all exchanges do.
     sent = [span for span in comm if strategy != "hierarchical" or span.name.startswith("rail")]
     busy_us = total_us(sent) if num_nodes > 1 else 0.0
     layer_us = max(end_us, busy_us + reduce_us)

@@ -1,4 +1,4 @@
-"""From counted loads, plan which experts each rank holds: choose replicas, then pack them on ranks.
+"""Plan which experts each rank holds, some as replicas, to balance the counted load of the ranks.
 
 Source: the global policy of DeepSeek's expert-parallelism load balancer (EPLB,
 github.com/deepseek-ai/EPLB, MIT). Each spare place goes to the expert with the most load per
@@ -18,7 +18,7 @@ from halley.core.types import MAX_EXPERTS
 
 
 _MAX_CHANGES = 200  # most swaps and replacements of one packing
-_NUM_STARTS = 8  # ``_plan`` tries at most twice as many numbers of replicas of hot experts
+_NUM_STARTS = 8  # ``_plan`` tries at most twice this number of placements
 _GAIN = 1e-3  # least reduction of the most loaded rank's load, as a share of the mean load
 
 
@@ -54,7 +54,7 @@ def plan_placement(counts_E: Sequence[float], *, num_ranks: int, spare: int) -> 
 
 
 def check_spare(num_experts: int, *, num_ranks: int, spare: int) -> int:
-    """Check the numbers; return how many experts a rank holds without spares, ``ceil(E / W)``.
+    """Check the arguments; return how many experts a rank holds without spares, ``ceil(E / W)``.
 
     Raises a ``ValueError`` if a number is out of range, or ``ceil(E / W) + spare`` is more than E.
     """
@@ -72,7 +72,7 @@ def check_spare(num_experts: int, *, num_ranks: int, spare: int) -> int:
 
 
 def rank_loads(placement: ExpertPlacement, counts_E: Sequence[float]) -> list[float]:
-    """Return the load of each rank in the unit of ``counts_E``, with equal shares for replicas."""
+    """Return each rank's load, in units of ``counts_E``; replicas share a load equally."""
     shares_E = [count / len(placement.ranks_of(expert)) for expert, count in enumerate(counts_E)]
     return [math.fsum(shares_E[expert] for expert in experts) for experts in placement.experts_WL]
 
@@ -122,7 +122,7 @@ def _pack(
             rank = min(fitting or without, key=lambda r: loads[r])
             if not fitting:
                 # All ranks that are not full already hold the expert. So a full rank gets it, and
-                # gives one of its experts to another rank.
+                # one expert of the full rank moves to a rank that is not full.
                 moved = min(ranks[rank] - ranks[free[0]], key=lambda e: shares_E[e])
                 ranks[rank].remove(moved)
                 ranks[free[0]].add(moved)
@@ -134,7 +134,7 @@ def _pack(
 
 
 def _improve(ranks: list[set[int]], counts_E: Sequence[float]) -> bool:
-    """Swap or replace an expert of the most loaded rank, in place; return False if no gain."""
+    """Swap or replace an expert of the most loaded rank, in place; return whether its load fell."""
     num_E = [sum(e in held for held in ranks) for e in range(len(counts_E))]
     shares_E = [count / num for count, num in zip(counts_E, num_E, strict=True)]
     loads = [math.fsum(shares_E[e] for e in held) for held in ranks]

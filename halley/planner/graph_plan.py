@@ -1,4 +1,4 @@
-"""Predict the step time of a model: trace its graphs in one process, run compiler passes."""
+"""Predict a model's step time: trace its graphs in one process and run the compiler passes."""
 
 import contextlib
 import warnings
@@ -94,7 +94,7 @@ def compile_step(
 ) -> tuple[MoETransformer, Callable[[torch.Tensor], None]]:
     """Return a run's model, and a function that runs its compiled forward and backward.
 
-    The weights have no values yet. The function takes tokens (B, S); its first call compiles them.
+    Weights have no values yet. The function takes tokens (B, S). It compiles when first called.
     """
     recorder, dtype = Recorder("cpu", enabled=False), DTYPES[config.train.dtype]
     place = {"groups": groups, "device": device, "recorder": recorder}
@@ -124,7 +124,7 @@ def _alone(num_ranks: int) -> Iterator[None]:
 
 @final
 class _FusedOperators(AbstractStrategy):
-    """Strategy fused or unfused, for tracing only: it calls the operator without real buffers."""
+    """Strategy fused or unfused for tracing only: calls the fused operator without real buffers."""
 
     def __init__(self, name: str, *, groups: ParallelGroups, device: torch.device) -> None:
         kind, _, save = name.partition(":")

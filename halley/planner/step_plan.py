@@ -48,9 +48,9 @@ class StepPlan:
 
     strategies: tuple[str, ...]  # the strategy of each MoE layer
     step_us: float  # predicted time of a step with these strategies
-    uniform_us: dict[str, float]  # time of a step with one strategy for all layers, by its name
-    unpassed_us: dict[str, float]  # the same of strategies that run only without passes
-    problems: dict[str, str]  # the reason why a strategy cannot run, by its name
+    uniform_us: dict[str, float]  # time of a step with one strategy for all layers, by strategy
+    unpassed_us: dict[str, float]  # like ``uniform_us``, of strategies that run only without passes
+    problems: dict[str, str]  # the reason why a strategy cannot run, by strategy
 
 
 def plan_strategies(
@@ -90,7 +90,7 @@ def plan_strategies(
 def find_problems(
     config: RunConfig, *, hardware: Hardware, fused_problem: str = ""
 ) -> dict[str, str]:
-    """Return why "functional" or "fused" cannot run, by name; a name that can run is left out."""
+    """Return by name why "functional" or "fused" cannot run, without strategies that can run."""
     why = "expert_bias (true) must be false for it"
     found = {name: why for name in _IN_GRAPHS if config.model.moe.expert_bias}
     if fused_problem:
@@ -105,7 +105,7 @@ def find_problems(
 
 
 def trace_step(config: RunConfig, strategies: Sequence[str], **options: Any) -> "list[OrderReport]":
-    """Predict the graphs of a step whose MoE layers have these strategies."""
+    """Trace a step whose MoE layers have these strategies; return predictions for its graphs."""
     if _HAS_TRITON:
         # This import installs Halley's interpreter, which must precede Dynamo's import of Triton.
         import halley.interpreter  # noqa: F401  # pyright: ignore[reportUnusedImport]
@@ -144,7 +144,7 @@ def choose_strategies(
 
 @final
 class StepTimes:
-    """Predict the time of a step from its MoE layers' strategies; cache the time of each trace.
+    """Predicts the time of a step from the strategies of its MoE layers; caches each trace's time.
 
     The time of a deep model is extrapolated. Models with one and with two inner layers are traced,
     and the difference of their times is added for each further inner layer.
@@ -166,7 +166,7 @@ class StepTimes:
         self._known: dict[tuple[tuple[str, ...], str], float] = {}
 
     def __call__(self, strategies: tuple[str, ...], *, with_passes: bool = True) -> float:
-        """Return a step's predicted us, after the run's compiler passes if ``with_passes``."""
+        """Return the predicted time (us) of a step, with the run's passes if ``with_passes``."""
         num_further = len(strategies) - _MOST_ROLES - 1
         if num_further <= 0:
             return self._trace(strategies, with_passes=with_passes)
@@ -177,7 +177,7 @@ class StepTimes:
 
     def _trace(self, strategies: tuple[str, ...], *, with_passes: bool) -> float:
         # Only functional and fused layers can be traced; others are traced as functional. A
-        # sequential layer does nearly the same work. For a chunked one, add ``_chunked_us``.
+        # sequential layer does nearly the same work. For a chunked layer, add ``_chunked_us``.
         in_graphs = tuple(name if name in _IN_GRAPHS else "functional" for name in strategies)
         passes = self._config.passes if with_passes else "none"
         if (in_graphs, passes) not in self._known:
@@ -193,7 +193,7 @@ class StepTimes:
 
 
 def _chunked_us(config: RunConfig, *, num_ranks: int, hardware: Hardware) -> float:
-    """Return by how many us a chunked MoE layer is predicted to be slower than a sequential one."""
+    """Predict by how many microseconds a chunked MoE layer is slower than a sequential layer."""
     model, predictor = config.model, Predictor(hardware)
     tp_size = config.expert_tp_size  # sequential and chunked layers treat each shard as an expert
     shape = LayerShape(

@@ -1,7 +1,7 @@
 """Run experts between an all-gather of all tokens and a reduce-scatter of the outputs.
 
-An all-to-all sends a token to a rank once for each of the token's experts there, an all-gather
-sends each token to each rank once. This is less traffic if ranks share experts (tensor
+An all-to-all sends a token to a rank once for each of the token's experts there. An all-gather
+sends each token to each rank once, which is less traffic if ranks share experts (tensor
 parallelism), or if a token has several experts on each rank.
 """
 
@@ -39,7 +39,7 @@ from halley.strategies.base import (
 
 @final
 class AllGatherStrategy(AbstractStrategy):
-    """All-gather the tokens, run the local experts, reduce-scatter the sums."""
+    """All-gather the tokens, run the local experts, reduce-scatter their summed outputs."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, *, recorder: Recorder, tp_size: int = 1
@@ -73,7 +73,7 @@ class AllGatherStrategy(AbstractStrategy):
             idx_AK = all_gather_rows(idx_TK - DROPPED, max_rows=max_rows, group=self.group)
             idx_AK = idx_AK + DROPPED
         with self.recorder.span("route"):
-            # Local expert ids: slots of experts of other ranks count as dropped.
+            # Compute local expert ids, and mark the slots of other ranks' experts as dropped.
             own_AK = idx_AK - self.rank // self.tp_size * num_local
             own_AK = torch.where((own_AK >= 0) & (own_AK < num_local), own_AK, DROPPED)
             own_AK = torch.where(idx_AK == DROPPED, DROPPED, own_AK)

@@ -55,7 +55,7 @@ from halley.strategies.base import AbstractStrategy, Lockstep, check_inputs, exp
 # sorted by expert, (R, D), and the end of each expert's rows, (L,) int32.
 ComputeRows = Callable[..., torch.Tensor]
 
-_BMM = 3.8  # time in which ``bmm`` reads rows, over that of other kernels: docs/LOG.md
+_BMM = 3.8  # time of ``bmm`` to read rows / time of other kernels: docs/LOG.md
 _NUM_CHUNKS = (1, 2, 3, 4, 6, 8)  # candidates of choose_num_chunks
 
 
@@ -119,7 +119,7 @@ class AllToAllStrategy(AbstractStrategy):
             return self.num_chunks
         num_tokens = int(starts_WE1[:, -1].sum()) // (self.ep_size * top_k)
         shape = LayerShape(
-            # The next power of two, so that few different shapes are simulated.
+            # Round up to a power of two, so that few different shapes are simulated.
             num_tokens=1 << max(num_tokens - 1, 0).bit_length(),
             hidden_size=experts.down_LDF.shape[1],
             intermediate_size=experts.down_LDF.shape[2],
@@ -198,7 +198,7 @@ def _run_one_chunk(
     group: dist.ProcessGroup | None,
     recorder: Recorder,
 ) -> torch.Tensor:
-    """Exchange rows in one chunk and run the experts; return ``(N, D)``, 0 for dropped slots."""
+    """Dispatch, run experts and combine in one chunk; return ``(N, D)``, 0 for dropped slots."""
     (plan,), (compute,) = plans, experts
     num_dropped = rows_ND.shape[0] - plan.num_send
     sent_ND = rows_ND[: plan.num_send] if num_dropped else rows_ND
@@ -269,7 +269,7 @@ def _build_exchanges(
 
 
 def _split_experts(experts: Experts, sizes: list[int]) -> list[ComputeRows]:
-    # One chunk uses the weights without a split, because the gradient of a split is a copy.
+    # One chunk uses the weights without a split, because a split copies gradients in backward.
     parts = [experts] if len(sizes) == 1 else experts.split(sizes)
     return [partial(apply_experts, experts=part) for part in parts]
 
@@ -285,7 +285,7 @@ def _start_table(
     host_WE1 = starts_WE1.to("cpu", non_blocking=True)
     if not starts_WE1.is_cuda:
         return host_WE1.numpy
-    # ``read`` waits for this event, so for the copy, but not for work queued after the copy.
+    # With this event, ``read`` waits for the copy, but not for work queued after the copy.
     copied = torch.cuda.Event()
     copied.record()
 
@@ -299,7 +299,7 @@ def _start_table(
 def _copy_order(
     plan: DispatchPlan, *, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the order by expert of received rows, its inverse, and the end of each expert."""
+    """Return the order that sorts received rows by expert, its inverse, and experts' row ends."""
     num_local, num_recv = plan.num_local, plan.num_recv
     # The host computes the order while the all-to-all runs. It does so in pinned memory: a copy
     # from pageable memory would make the host wait for the all-to-all.
@@ -316,8 +316,8 @@ def _copy_order(
 def all_to_all_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int) -> list[Task]:
     """Return forward and backward simulator tasks of the strategy with ``num_chunks`` chunks.
 
-    The host launches each task before it starts. Operations are those of the code, with NumPy but
-    without views; an operation of backward counts twice, because autograd calls it.
+    The host launches each task before it starts. ``num_ops`` counts operations of the code, also
+    of NumPy but not views; operations of backward count twice, because autograd calls them.
     """
     hardware, rows = predictor.hardware, shape.num_tokens * shape.top_k
     row_bytes, is_split = shape.hidden_size * shape.itemsize, num_chunks > 1

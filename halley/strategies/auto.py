@@ -47,7 +47,7 @@ class Decision(NamedTuple):
 
     name: str  # the strategy chosen; "" before the first call
     reason: str  # why this strategy, a sentence; "" before the first call
-    times_us: dict[str, float]  # of each measured candidate, on the slowest rank
+    times_us: dict[str, float]  # time of each measured candidate, on the slowest rank
 
 
 _UNDECIDED = Decision(name="", reason="", times_us={})
@@ -55,11 +55,11 @@ _UNDECIDED = Decision(name="", reason="", times_us={})
 
 @final
 class AutoStrategy(AbstractStrategy):
-    """Run each kind of layer by its fastest candidate.
+    """Run each kind of layer with the candidate strategy that was measured to be fastest.
 
     The first call of a kind runs every candidate several times, in alternation, with backward if
-    gradients are needed. It skips those with a problem or without memory. The time of a candidate
-    is that of its slowest rank.
+    gradients are needed. It skips candidates that cannot run or lack memory. The time of a
+    candidate is the time on its slowest rank.
 
     Args:
         candidates: strategies by name.
@@ -134,7 +134,7 @@ class AutoStrategy(AbstractStrategy):
         return self.candidates[decision.name].forward(x_TD, routing, experts)
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
-        """Return the tasks of the choice for training; if none, of the fastest inside a host."""
+        """Return tasks of the strategy chosen for training; if none, of the predicted fastest."""
         if name := self.decision(shape, gradients=True).name:
             return self.candidates[name].tasks(shape, predictor)
         inside = [s for name, s in self.candidates.items() if name not in self._across_hosts]
@@ -188,12 +188,12 @@ class AutoStrategy(AbstractStrategy):
         *,
         gradients: bool,
     ) -> tuple[dict[str, float], dict[str, str]]:
-        """Return the times of candidates in us, and errors of those that ran out of memory.
+        """Return measured microseconds of candidates, and errors of those that ran out of memory.
 
         A collective, with the same result on all ranks.
         """
-        # Detached copies of the inputs end backward at this layer. So it neither frees the caller's
-        # graph nor adds to gradient buffers that are attributes of the weights.
+        # Backward ends at these detached inputs. So it neither frees the caller's graph nor adds to
+        # gradient buffers that are attributes of the weights.
         leaves: list[torch.Tensor] = []
 
         def make_leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -212,7 +212,7 @@ class AutoStrategy(AbstractStrategy):
                 torch.autograd.grad(y_TD, leaves, torch.zeros_like(y_TD))
 
         problems: dict[str, str] = {}
-        # These empty hooks hide the caller's saved-tensor hooks, as of activation checkpointing.
+        # These empty hooks replace the caller's saved-tensor hooks (activation checkpointing).
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         with self.recorder.paused(), hooks:
             for name in names:

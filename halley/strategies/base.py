@@ -15,7 +15,7 @@ from halley.cost.hardware import Predictor
 from halley.distributed.peers import Collective, compare_ranks, name_ranks, time_limit
 
 
-_EAGER = 1.06  # time of torch's grouped GEMM over that of Halley's kernels: docs/predictions.md
+_EAGER = 1.06  # time of torch's grouped GEMM / time of Halley's kernels: docs/predictions.md
 FUSED_CAPABILITY = (9, 0)  # Hopper: the kernels use the Tensor Memory Accelerator (TMA)
 PartRunner = Callable[[torch.Tensor, Routing], torch.Tensor]
 
@@ -23,14 +23,14 @@ PartRunner = Callable[[torch.Tensor, Routing], torch.Tensor]
 def share_of_tokens(shape: LayerShape, *, num_experts: int) -> float:
     """Return the share of tokens that choose any of ``num_experts`` consecutive experts.
 
-    These experts are a part of one group, or whole groups. Routing is uniform: over the groups,
-    then over the experts of the groups that a token may use.
+    These experts are part of one router group, or whole router groups. Routing is uniform: over
+    the groups, then over the experts of the groups that a token may use.
     """
     groups, limit = shape.num_groups, shape.num_limited_groups
     size = shape.num_experts // groups
-    here = max(1, num_experts // size)  # groups that have some of the experts
+    here = max(1, num_experts // size)  # router groups that contain these experts
     elsewhere = 0
-    for used in range(min(here, limit) + 1):  # of the groups here
+    for used in range(min(here, limit) + 1):  # number of these groups that a token uses
         free = limit * size - used * min(size, num_experts)
         ways = comb(here, used) * comb(groups - here, limit - used)
         elsewhere += ways * comb(free, shape.top_k)
@@ -43,14 +43,14 @@ class AbstractStrategy(abc.ABC):
     To add a strategy, implement ``forward`` and ``tasks`` in a final subclass.
 
     Attributes:
-        tp_size: adjacent ranks of the group that share each expert, see ``core.routing``.
+        tp_size: number of adjacent ranks that share each expert, see ``core.routing``.
     """
 
     tp_size: int = 1
 
     @abc.abstractmethod
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
-        """Return the sum, over each token's experts, of weight times expert output, ``(T, D)``.
+        """Return each token's weighted sum of the outputs of its experts, ``(T, D)``.
 
         A collective: all ranks of the group call it in the same order. The number of tokens may
         differ between ranks and may be 0. Differentiable in ``x_TD``, in the routing weights and in
@@ -67,7 +67,7 @@ class AbstractStrategy(abc.ABC):
         """
 
     def open_parts(self, experts: Experts) -> PartRunner:
-        """Return a function that runs a layer for some tokens, to be called at most 4 times.
+        """Return a function that runs the layer for some of its tokens; call it at most 4 times.
 
         Strategies that compute the weight gradients of all calls at once override this method.
         """
@@ -75,11 +75,11 @@ class AbstractStrategy(abc.ABC):
 
     @property
     def gemm(self) -> str:
-        """Name of the GEMM implementation; benchmarks compare bits of strategies of equal name."""
+        """Name of the GEMM implementation; benchmarks check that equal names give equal bits."""
         return "torch"
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
-        """Return why this strategy cannot run a layer, or ""; the same text on all ranks."""
+        """Return why this strategy cannot run a layer, or ""; the text may differ between ranks."""
         return ""
 
     def release(self) -> None:  # noqa: B027 - most strategies have no buffers
@@ -135,7 +135,7 @@ class Lockstep:
         self._num_calls = 0
 
     def begin(self, x_TD: torch.Tensor, experts: Experts, **values: object) -> None:
-        """Compare a layer across ranks before forward; a collective for new kinds, or over gloo.
+        """Compare a layer across ranks before forward; a collective if its kind is new, or on gloo.
 
         ``values`` must be the same on all ranks too. Different kinds of layers are a ``ValueError``
         on all ranks, a missing rank or one in another pass is a ``RuntimeError``.
@@ -160,7 +160,7 @@ class Lockstep:
             self._compare_passes(self._num_calls, self._group)
 
     def end(self, y_TD: torch.Tensor) -> torch.Tensor:
-        """Return a layer's output; over gloo, with a hook that compares backward across ranks."""
+        """Return the layer's output; over gloo, add a hook that compares backward across ranks."""
         number, group = self._num_calls, self._group
         is_compared = self._guard is not None and y_TD.requires_grad
         if is_compared and group is not None and not torch.compiler.is_compiling():
@@ -169,7 +169,7 @@ class Lockstep:
         return y_TD
 
     def _compare_passes(self, number: int, group: dist.ProcessGroup) -> None:
-        """Raise RuntimeError unless all ranks begin pass ``number``, backward if negative."""
+        """Raise RuntimeError unless all ranks begin pass ``number``; negative for a backward."""
         if self._guard is None:
             self._guard = _open_guard(group)
         own = torch.tensor([number])
@@ -192,7 +192,7 @@ class Lockstep:
 
 def _open_guard(group: dist.ProcessGroup) -> Any:
     """Return a gloo process group of the same ranks, used only to compare passes; a collective."""
-    # Compare in a new group: in the user's group, another collective could match a comparison.
+    # In the user's group, a rank's comparison could be paired with another collective.
     store, rank = group.get_group_store(), dist.get_rank(group)
     number = store.add(f"halley/guards/{rank}", 1)
     own_store = PrefixStore(f"halley/guard/{number}", store)
@@ -225,7 +225,7 @@ def gemms_us(
 def experts_us(
     shape: LayerShape, predictor: Predictor, *, num_rows: float, num_groups: int
 ) -> tuple[float, float]:
-    """Return predicted forward and backward us of a rank's experts and of the row reordering."""
+    """Return predicted forward and backward microseconds of a rank's experts and row reordering."""
     gemm_us = _EAGER * sum(gemms_us(shape, predictor, num_rows=num_rows, num_groups=num_groups))
     column_us = num_rows * shape.itemsize / predictor.hardware.fused_bytes_per_s * 1e6
     # Numbers of (R, F) tensors that the activation's kernels read and write, forward and backward.

@@ -1,4 +1,4 @@
-"""Strategy "fused" communicates beside GEMMs; "unfused" runs the same kernels one by one.
+"""Strategy "fused" overlaps communication with GEMMs; "unfused" runs the same kernels one by one.
 
 The process group is only used in the first call of a buffer shape and when buffers grow; the
 kernels of ``fused/op.py`` communicate through symmetric memory.
@@ -43,8 +43,8 @@ from halley.strategies.base import (
 _MAX_RANKS = 31  # kernels keep sets of ranks as bits of an int32
 _MAX_EXPERTS = 2**15 - 1  # kernels pack an expert id with 16 other bits into an int32
 _MAX_TOP_K = 64
-# Factors of predicted times (docs/predictions.md): send-buffer copy over plain copy, rate of stores
-# to peers over NCCL's, SM time per communication time; host operations of forward and backward.
+# For predictions (docs/predictions.md): time of send-buffer copy / plain copy, rate of stores to
+# peers / NCCL, SM time / communication time; number of host operations in forward, in backward.
 _PUBLISH, _PUSH, _BESIDE, _NUM_OPS, _NUM_BACKWARD_OPS = 3.0, 1.1, 0.37, 3, 9
 _ROW_ALIGNMENT = 16  # bytes, required by TMA for each row
 _DTYPES = {
@@ -110,9 +110,9 @@ class FusedStrategy(AbstractStrategy):
     ) -> torch.Tensor:
         """Run the layer by one operator, for graphs of ``torch.compile``; return its output.
 
-        A model whose blocks are compiled one by one needs it: ``forward`` saves the ordering token
-        for the backward of each graph, and later graphs overwrite it. Here only data orders the
-        passes, so each layer must depend on the layers before it.
+        A model whose blocks are compiled one by one needs this: ``forward`` saves the ordering
+        token for the backward of each graph, and later graphs overwrite the token. Here only data
+        dependencies order the passes, so each layer must depend on the layers before it.
         """
         self._check_all(x_TD, routing, experts)
         backward = wants_gradients(x_TD, routing, experts)
@@ -151,7 +151,7 @@ class FusedStrategy(AbstractStrategy):
     def _check(
         self, x_TD: torch.Tensor, routing: Routing, experts: Experts, *, backward: bool
     ) -> None:
-        """Check inputs. Eager GPU calls check only new kinds of inputs, and compile for them."""
+        """Check inputs; eager calls on a GPU check, and compile for, only new kinds of inputs."""
         # Dynamo guards on state that it reads: it would retrace when the set ``_checked`` grows.
         if torch.compiler.is_compiling() or not x_TD.is_cuda:
             self._check_all(x_TD, routing, experts)
@@ -259,7 +259,7 @@ def fused_tasks(
     plan_us = hardware.link_latency_us + _NUM_OPS * hardware.eager_us
     link_us = crossings * row_bytes / (_PUSH * hardware.link_bytes_per_s) * 1e6
     beside_us = _BESIDE * link_us if fused else 0.0
-    expand_us = predictor.memory_us(2.0 * rows * row_bytes) / ranks  # copies of own tokens
+    expand_us = predictor.memory_us(2.0 * rows * row_bytes) / ranks  # copy own tokens to rows
     sum_us = predictor.memory_us((rows + 2.0 * crossings + shape.num_tokens) * row_bytes)
     # Task 0 of the fused first GEMM has the rows of this rank, which do not cross the link.
     num_sources, num_own = (ranks, 1) if fused else (1, 0)

@@ -2,7 +2,7 @@
 
 The ranks form a mesh of nodes and local ranks. A rail is the group of ranks with the same local
 rank, one in each node. A strategy over the ranks of one node runs the experts of the node; this
-strategy brings the tokens of other nodes to it, and their partial sums back:
+strategy sends tokens to the nodes of their experts, and returns the partial sums:
 
     node 0, local rank r                         node 1, local rank r
     1. send each token that has an expert in     1. the same
@@ -51,8 +51,8 @@ class HierarchicalStrategy(AbstractStrategy):
     Args:
         nodes: the ranks of ``group``, as nodes of equal size.
         inner: the strategy over ``nodes.local``, for the experts of one node.
-        has_fixed_sizes: True sends every token to every node, in messages of the largest number of
-            tokens of a rank in the first call. The host reads no counts, so that a CUDA graph can
+        has_fixed_sizes: True sends every token to every node, in messages for the most tokens
+            that any rank has in the first call. The host reads no counts, so that a CUDA graph can
             capture a layer. A later call with more tokens is an error.
         wire_dtype: "float8" sends the tokens of forward between nodes in 8 bits, which costs
             accuracy; "" sends them as they are. Sums and gradients always cross as they are.
@@ -75,7 +75,7 @@ class HierarchicalStrategy(AbstractStrategy):
         self.inner, self.recorder = inner, recorder
         self.pipeline, self.tp_size = pipeline, inner.tp_size
         self.has_fixed_sizes = has_fixed_sizes
-        self._tables: dict[int, NodeTables] = {}  # by number of experts of a node
+        self._tables: dict[int, NodeTables] = {}  # by number of experts per node
         self._fixed: dict[tuple[object, ...], tuple[int, Crossing]] = {}  # by kind of layer
         self._lockstep = Lockstep("hierarchical", group=group, tp_size=self.tp_size)
 
@@ -137,7 +137,7 @@ class HierarchicalStrategy(AbstractStrategy):
     def _pad_tokens(
         self, x_TD: torch.Tensor, routing: Routing, tables: NodeTables
     ) -> tuple[torch.Tensor, Routing, Crossing]:
-        """Pad tokens and routing to the most tokens of any rank in the first call; a collective."""
+        """Pad to the most tokens that any rank had in the first call, which is a collective."""
         idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
         num_tokens = len(x_TD)
         kind = (x_TD.shape[1], x_TD.dtype, idx_TK.shape[1], tables.num_experts)
@@ -171,9 +171,9 @@ def _run_parts(
     wire: Wire,
     started: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
-    """Run a pipeline's parts in order; return the sums of own tokens over all nodes.
+    """Run a pipeline's parts in order; return each token's sum over the experts of all nodes.
 
-    ``own`` is the routing of own tokens in this node, ``started`` the result of ``Wire.send_rows``.
+    ``own`` routes this rank's tokens within its node; ``started`` is from ``Wire.send_rows``.
     """
     num_tokens = x_TD.shape[0]
     ends = [round(num_tokens * end) for end in accumulate(part.own for part in pipeline.parts)]

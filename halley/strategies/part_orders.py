@@ -1,4 +1,4 @@
-"""Define in which orders a layer across nodes computes and exchanges; list its simulator tasks."""
+"""Define orders in which a layer across nodes computes and communicates; list simulator tasks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,15 +16,15 @@ class Part:
     """The tokens of one call of the inner strategy, which works inside one node."""
 
     own: float = 0.0  # fraction of this rank's tokens that are in the part
-    chunk: int | None = None  # number of the chunk of tokens from other nodes in it, if any
+    chunk: int | None = None  # index of the part's chunk of tokens from other nodes, or None
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """How an MoE layer across nodes divides its tokens into parts, in the order of execution.
 
-    Example: "split" computes half of this rank's tokens while the tokens of other nodes travel,
-    then the tokens of other nodes, then the other half while the results of those tokens return.
+    Example: "split" computes half of this rank's tokens while tokens of other nodes arrive, then
+    the tokens of other nodes, then the second half while results return to the other nodes.
     """
 
     name: str  # shown in results and in the reasons of ``AutoStrategy``
@@ -74,7 +74,7 @@ def list_tasks(
             crossing_us=crossing_us, add_us=add_us, after=listed[-1].name,
             suffix=".backward" if backward else "",
         )  # fmt: skip
-    weights = _list_part(shape, 1.0, predictor, num_nodes, inner)[2]  # of all parts
+    weights = _list_part(shape, 1.0, predictor, num_nodes, inner)[2]  # weight gradients, all rows
     weights_us = sum(task.duration_us for task in weights)
     # Weight gradients precede the last task, which waits for token gradients from other nodes.
     listed.insert(len(listed) - 1, compute_task("weights", weights_us, needs=()))
@@ -100,9 +100,9 @@ def _list_pass(
     parts: list[list[Task]], *, chunks: list[int | None], crossing_us: float, add_us: float,
     after: str, suffix: str,
 ) -> list[Task]:  # fmt: skip
-    """Return simulator tasks of forward or backward: parts, exchanges beside them, final sum.
+    """Return simulator tasks of forward or backward: parts, overlapped exchanges, final sum.
 
-    ``chunks`` has each ``Part.chunk``. ``after`` is the name of the task before the first of them.
+    ``chunks`` has the ``Part.chunk`` of each part. ``after`` names the task before the pass.
     """
     listed: list[Task] = []
     for chunk in chunks:
@@ -120,7 +120,7 @@ def _list_pass(
 
 
 def _rename(tasks: list[Task], suffix: str, *, needs: str) -> list[Task]:
-    """Return renamed copies of tasks; a task that waited for none of them waits for ``needs``."""
+    """Return renamed copies of tasks; a copy that needs no other copy needs the task ``needs``."""
     names = {task.name for task in tasks}
     return [
         replace(

@@ -209,7 +209,7 @@ def build_pipelines(
 def _build_hierarchical(
     name: str, group: dist.ProcessGroup | None, options: dict[str, Any]
 ) -> AbstractStrategy:
-    """Return "auto" over one strategy per pipeline; on a CPU or one node, only ``SPLIT``."""
+    """Return "auto" with a candidate per pipeline; on a CPU or one node, pipeline ``SPLIT``."""
     device, recorder = options["device"], options["recorder"]
     pipelines = build_pipelines(name, group, **options)
     # CPU times say nothing about GPUs, and with one node no rows cross: use one pipeline.
@@ -219,7 +219,7 @@ def _build_hierarchical(
 
 
 def _build_auto(group: dist.ProcessGroup | None, options: dict[str, Any]) -> AutoStrategy:
-    """Return "auto" over "sequential", "chunked" and, where useful, other strategies."""
+    """Return "auto" with candidates "sequential", "chunked" and, where useful, others."""
     device, shares_workspaces = options["device"], options["workspaces"] is not None
     rank, num_ranks = rank_and_size(group)
     across_hosts: dict[str, AbstractStrategy] = {}
@@ -234,8 +234,8 @@ def _build_auto(group: dist.ProcessGroup | None, options: dict[str, Any]) -> Aut
         names.append("all_gather")
     candidates = {name: build_strategy(name, group, **options) for name in names}
     if "fused" in names and options["tp_size"] == 1 < num_ranks:
-        # Not "hierarchical": it creates process groups, for which all ranks of the job must wait.
-        # ``max_load`` is left out: with fixed sizes, every token would cross to every rank.
+        # "hierarchical" is left out: it creates process groups, a collective of the whole job.
+        # ``max_load`` is not passed on: with fixed sizes, every token would cross to every rank.
         where = {key: options[key] for key in ("recorder", "device", "timeout_s")}
         nodes = Nodes(node=rank, num_nodes=num_ranks)
         pipelines = build_pipelines("deduplicated", group, nodes=nodes, **where)

@@ -2,7 +2,7 @@
 
 ``all_to_all`` reads the routing table with numpy, which breaks a graph in two at each layer. Here,
 a functional collective exchanges the counts, and the splits of the all-to-alls are symbolic sizes.
-The two are written separately, because in eager mode traceable operators cost time on the host.
+The strategies are separate, because in eager mode traceable operators cost time on the host.
 """
 
 from contextlib import nullcontext
@@ -36,8 +36,8 @@ class TraceableStrategy(AbstractStrategy):
     """Run experts between two functional all-to-alls, in code that ``torch.compile`` can trace.
 
     To compile a model in one graph, set ``torch._dynamo.config.capture_scalar_outputs``, as
-    ``halley.compile`` does. With ``fixed_sizes``, a rank sends as many rows for each expert as its
-    capacity, so the host reads no counts. Then routers need a capacity, the same on all ranks.
+    ``halley.compile`` does. With ``fixed_sizes``, a rank sends ``capacity`` rows to each expert, so
+    the host reads no counts. Then routers need a capacity, the same on all ranks.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class TraceableStrategy(AbstractStrategy):
         send_splits: list[int] | None = None,
         recv_splits: list[int] | None = None,
     ) -> torch.Tensor:
-        """Exchange rows in an all-to-all; without given splits: equal parts, no gradient."""
+        """Exchange rows in an all-to-all; without splits, parts are equal and have no gradient."""
         if self.group is None:
             return rows_NX
         exchange = fc.all_to_all_single if send_splits is None else fc.all_to_all_single_autograd
@@ -140,8 +140,8 @@ def run_on_one_rank(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> t
 
     The host reads nothing, and no size depends on data. So dropped slots have rows too, after all
     other rows, and no expert multiplies them. Differentiable as ``AbstractStrategy.forward``, with
-    the same errors. Tokens may have any floating dtype; ``find_one_rank_problem`` returns "" for
-    the experts.
+    the same errors. Tokens may have any floating dtype. ``find_one_rank_problem`` must return ""
+    for the experts.
     """
     experts = under_autocast(experts)
     num_experts, dtype = experts.num_local_experts, x_TD.dtype

@@ -67,13 +67,13 @@ class AbstractSymmHeap(abc.ABC):
         self.rank, self.num_ranks = rank_and_size(group)
         self.device = device
         self._group = group
-        # For each tensor: the owner of its addresses, and a finalizer that unregisters them (CPU).
+        # For each tensor: the owner of its mappings, and a finalizer that unregisters them (CPU).
         self._held: dict[SymmTensor, tuple[object, weakref.finalize]] = {}
         self._closed = False
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of this rank's copies of unfreed tensors, before allocators round up."""
+        """Number of bytes of this rank's copies of all live tensors, not rounded by allocators."""
         return sum(tensor.local.nbytes for tensor in self._held)
 
     # A tensor allocated in inference mode, as during evaluation, could not be used in training.
@@ -81,7 +81,7 @@ class AbstractSymmHeap(abc.ABC):
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmTensor:
         """Return a new tensor; when this returns, its copies on all ranks are zero. Collective.
 
-        ``shape`` is that of one copy, the same on all ranks; () is one element.
+        ``shape`` is the shape of one copy, the same on all ranks; () is one element.
 
         Raises:
             ValueError: a size is not positive.
@@ -150,8 +150,8 @@ class AbstractSymmHeap(abc.ABC):
     def on_all_ranks(self, num_bytes: int, act: Callable[[], T]) -> T:
         """Run ``act``; return its result, or fail on all ranks if any rank fails. Collective.
 
-        If it fails on any rank, all ranks raise ``MemoryError``, as they would wait forever for
-        that rank. Different ``num_bytes`` are a ``RuntimeError``.
+        If ``act`` fails on any rank, all ranks raise ``MemoryError``; else the others would wait
+        forever for that rank. ``num_bytes`` that differ between ranks are a ``RuntimeError``.
         """
         failure: Exception | None = None
         result: list[T] = []
@@ -242,7 +242,7 @@ class CudaHeap(AbstractSymmHeap):
             problem = peer_access(group, self.device)
         if problem:
             raise RuntimeError(f"no symmetric memory: {problem}")
-        with torch.inference_mode(mode=False):  # so that training can write it too
+        with torch.inference_mode(mode=False):  # inference tensors cannot be written in training
             self._token = torch.zeros(1, dtype=torch.int32, device=self.device)
 
     def barrier(self) -> None:
@@ -283,7 +283,7 @@ class CudaHeap(AbstractSymmHeap):
 def _multicast_off() -> Iterator[None]:
     """Keep torch from binding symmetric memory to NVLink multicast objects in the ``with`` block.
 
-    Halley does not use these, and on a fabric without multicast binding may fail or do harm.
+    Halley does not use multicast. On a fabric without it, the binding may fail or do harm.
     """
     before = os.environ.get(_NO_MULTICAST)
     os.environ[_NO_MULTICAST] = "1"

@@ -33,7 +33,7 @@ def check_experts(case: LayerCase, *, ep_size: int, tp_size: int = 1) -> int:
     """Return how many experts a rank holds, without spare ones; check the sizes of the layer.
 
     A ``ValueError`` means that the experts do not divide over the ranks and no placement is
-    planned, that spare experts are too many or meet a ``tp_size`` above 1, that ``tp_size`` does
+    planned, that spare experts are too many or used with ``tp_size`` above 1, that ``tp_size`` does
     not divide the ranks, or that the rows of a shard are not aligned.
     """
     num_experts = case.model.moe.num_experts
@@ -89,8 +89,8 @@ def build_candidates(
 
     Args:
         workspaces: buffers that all strategies with Triton kernels share.
-        bounded: the same with ``max_load``. If given, each of these strategies, and each one across
-            nodes, gets a second candidate with the setting "graph", which runs as a CUDA graph.
+        bounded: such buffers with ``max_load``. If given, fused, unfused, deduplicated and
+            hierarchical get second candidates with the setting "graph", which run as CUDA graphs.
     """
     num_local = check_experts(case, ep_size=groups.ep_size, tp_size=groups.tp_size)
     where = {"group": groups.ep, "recorder": recorder, "device": device, "tp_size": groups.tp_size}
@@ -169,7 +169,7 @@ def _triton_gemms(counts_L: torch.Tensor, tensors: LayerTensors) -> Callable[[],
     from halley.ops.kernels.tiles import GemmTile
 
     # One tile is stored while the next one is loaded, so the store needs its own shared memory. The
-    # loads use three pipeline stages instead of four, to make room for it.
+    # loads use three pipeline stages instead of four, to leave memory for the store.
     tile = GemmTile(num_stages=3)
     device, weights = counts_L.device, tensors.experts
     tiles_L = (counts_L + _BLOCK_M - 1) // _BLOCK_M
@@ -192,7 +192,7 @@ def _triton_gemms(counts_L: torch.Tensor, tensors: LayerTensors) -> Callable[[],
 
 
 def measure_link(groups: ParallelGroups, *, device: torch.device) -> float:
-    """Measure the bytes/s that a rank sends to others in an all-to-all (0 if alone); collective."""
+    """Measure the bytes/s that a rank sends in an all-to-all; 0 for a single rank. Collective."""
     if groups.ep is None:
         return 0.0
     num_bytes = _PROBE_BYTES[device.type]
@@ -207,7 +207,7 @@ def measure_link(groups: ParallelGroups, *, device: torch.device) -> float:
 
 
 def wire_us(tensors: LayerTensors, *, link_bytes_per_s: float) -> float:
-    """Return the us in which the most loaded link sends or receives its rows. A collective.
+    """Return the microseconds that the most loaded link needs to send or receive rows. Collective.
 
     Combine needs the same time: it returns one row per (token, destination rank). A token is sent
     once to each destination rank, even if several of its experts are there. The larger of the sent
@@ -218,7 +218,7 @@ def wire_us(tensors: LayerTensors, *, link_bytes_per_s: float) -> float:
         return 0.0
     set_TK = tensors.routed().topk_idx_TK // tensors.experts.num_local_experts
     num_sets = groups.ep_size // groups.tp_size
-    # One column of ``is_sent`` per tensor-parallel group: its ranks hold slices of equal experts.
+    # ``is_sent`` has a column per tensor-parallel group, whose ranks share the same experts.
     is_sent = torch.zeros(set_TK.shape[0], num_sets, device=set_TK.device)
     is_sent.scatter_(1, set_TK, 1.0)
     rows_W = is_sent.sum(0).repeat_interleave(groups.tp_size)

@@ -44,7 +44,7 @@ _DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
 
 @dataclass(frozen=True, kw_only=True)
 class _Lane:
-    """A row of a timeline: bars that do not overlap, from spans of one stream of one rank."""
+    """One line of a drawn timeline: bars that do not overlap, for one stream of one rank."""
 
     label: str
     y: float
@@ -56,7 +56,7 @@ def draw_timelines(timelines: Mapping[str, Sequence[Span]], path: str | Path) ->
 
     Spans that overlap in a stream other than "compute" get further lanes. Exposed waits are drawn
     in the lane "compute". If a rank has no spans of the stream "exposed", its communication counts
-    as exposed while no computation of it runs. Each timeline is shifted to start at zero. A
+    as exposed while this rank computes nothing. Each timeline is shifted to start at zero. A
     timeline without spans is a ``ValueError``.
     """
     from matplotlib.patches import Patch
@@ -88,7 +88,7 @@ def draw_layer_bench(rows: Sequence[Row], path: Path) -> None:
 
     A bar is the median of one strategy, with the 10th and 90th percentiles. The label above it
     shows the median, and the lower bound in percent of the median. The result lines differ in
-    model, tokens, strategy and direction only. Those without a time (wrong values) are ignored. A
+    model, tokens, strategy and direction only. Lines without a time (wrong values) are left out. A
     ``ValueError`` means that no line has a time, or that there are too many strategies.
     """
     from matplotlib.lines import Line2D
@@ -121,7 +121,7 @@ def draw_layer_bench(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_sweeps(found: "Sequence[TunedConfig]", path: Path) -> None:
-    """Draw how each measured setting changes a layer's time, in %: a PNG, a panel per layer.
+    """Draw a PNG with a panel per layer: by how many % each measured setting changes the time.
 
     A ``ValueError`` means that no setting was measured.
     """
@@ -148,7 +148,7 @@ def draw_sweeps(found: "Sequence[TunedConfig]", path: Path) -> None:
 
 
 def gains(tuned: "TunedConfig") -> list[tuple[str, float]]:
-    """Return (setting, % more time than the best settings tuned before it) pairs."""
+    """Return (setting, % by which it is slower than the best settings found before it) pairs."""
     return [
         (setting, 100.0 * (duration_us / sweep[""] - 1.0))
         for sweep in tuned.sweeps.values()

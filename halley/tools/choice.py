@@ -46,10 +46,10 @@ class LayerChoice:
     times_us: dict[str, float]  # by candidate, on the slowest rank; empty if not measured
     reason: str  # why auto chose this strategy, and why other strategies are no candidates
     access_problem: str  # why the ranks cannot address each other's memory; "" if they can
-    buffers: dict[str, float] | None  # as ``measure_buffers``; None if fused did not run
+    buffers: dict[str, float] | None  # from ``measure_buffers``; None if fused did not run
     no_buffers: str  # why the fused kernels did not run; "" if they did
-    # Predicted memory of a fused layer's forward and backward, by value of ``save``. Without
-    # buffers; for the most rows and token copies of any rank. Empty if fused did not run.
+    # Predicted memory of a fused layer's forward and backward, by value of ``save``, without
+    # buffers. Rows and token copies are maxima over the ranks. Empty if fused did not run.
     memory: dict[str, LayerMemory]
 
 
@@ -107,7 +107,7 @@ def choose_strategy(
 
 
 def measure_buffers(workspace: "Workspace") -> dict[str, float]:
-    """Return the MiB of each buffer of fused kernels on this rank; layers of a shape share them.
+    """Return the MiB of each fused-kernel buffer on this rank; layers of one shape share buffers.
 
     The first four are symmetric memory, and "symm_mib" is their sum. Each pass has its own plan.
     """
@@ -156,7 +156,7 @@ def layer_memory(
     plan_words: int,
     num_parts: int,
 ) -> LayerMemory:
-    """Predict the bytes that the operator ``fused_experts`` saves, and its peak with backward.
+    """Predict the bytes that the operator ``fused_experts`` saves, and the peak with backward.
 
     Args:
         shape: the layer with the tokens of this rank.

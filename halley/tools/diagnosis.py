@@ -204,7 +204,7 @@ def _links() -> list[Link]:
 
 
 def _smi_indices() -> dict[int, int]:
-    """Return nvidia-smi's GPU index by torch's. Only torch's depend on CUDA_VISIBLE_DEVICES."""
+    """Map torch's GPU indices, which depend on CUDA_VISIBLE_DEVICES, to those of nvidia-smi."""
     answer = _ask_smi("--query-gpu=index,uuid", "--format=csv,noheader")
     pairs = re.findall(r"^(\d+), (?:GPU-)?(\S+)$", answer, re.MULTILINE)
     index_of = {uuid: int(index) for index, uuid in pairs}

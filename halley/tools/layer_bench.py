@@ -137,9 +137,9 @@ def _check_values(
     *,
     on_progress: Callable[[int, int], None],
 ) -> dict[str, tuple[float, bool]]:
-    """Return each largest error, and whether equal GEMMs give equal bits; a collective.
+    """Return each candidate's largest error, and whether it has the bits of the first. Collective.
 
-    Forward without gradients must also give the bits of forward with gradients.
+    First means the first with the same GEMM. Forward without gradients must have these bits too.
     """
     expected, device = reference_outputs(tensors), tensors.x_TD.device
     results: dict[str, tuple[float, bool]] = {}
@@ -279,7 +279,7 @@ def _row(
 
 
 def _link_name(device: torch.device) -> str | None:
-    """Return "sockets", "channels" or "nvlink", as NCCL_* variables say; None on a CPU."""
+    """Return the link that NCCL_* variables set: "sockets", "channels", "nvlink"; None on CPU."""
     if device.type != "cuda":
         return None
     if os.environ.get("NCCL_NET") == "Socket" and "NCCL_HOSTID" in os.environ:
@@ -306,7 +306,7 @@ def measure_layers(
         strategies: names of strategies; "chunked" is measured with several numbers of chunks.
         max_load: if not 0, fused, unfused and strategies across nodes are also measured as CUDA
             graphs, with buffers for that many times the balanced load.
-        case_name: the key "case" of the lines, which names their file.
+        case_name: value of the key "case" in the result lines, and name of their file.
         on_rows: called on every rank after each case with the lines so far.
     """
     # Imported here so that commands without kernels also run where Triton is missing.

@@ -14,7 +14,7 @@ def balanced_load(num_experts: int) -> torch.Tensor:
 
 
 def load_with_std(num_experts: int, *, std: float, top_k: int) -> torch.Tensor:
-    """Return experts' shares of routed rows, decreasing linearly by expert id, with std ``std``.
+    """Return shares of routed rows, falling linearly by expert id, with standard deviation ``std``.
 
     A share lies between 0 and ``1 / top_k``, because a token chooses an expert at most once. A
     ``std`` that no linear load has is a ``ValueError``.
@@ -53,7 +53,7 @@ def zipf_load(num_experts: int, *, exponent: float, top_k: int) -> torch.Tensor:
 
 
 def one_hot_load(num_experts: int, *, top_k: int) -> torch.Tensor:
-    """Return row shares if each token chooses expert 0, and the others have equal loads."""
+    """Return row shares if each token chooses expert 0 and the others share the rest equally."""
     rest = (1.0 - 1.0 / top_k) / max(1, num_experts - 1)
     load_E = torch.full((num_experts,), rest, dtype=torch.float64)
     load_E[0] = 1.0 / top_k
@@ -116,7 +116,7 @@ def sample_routing(
         raise ValueError(f"load ({load:.4f} for one expert) must be {rule}")
     order_TE = torch.rand(num_tokens, load_E.numel(), generator=generator).argsort(1)
     covered_TE = (load_E.to(torch.float64) * top_k)[order_TE].cumsum(1)
-    covered_TE *= top_k / covered_TE[:, -1:]  # now ends at top_k but for this scaling's rounding
+    covered_TE *= top_k / covered_TE[:, -1:]  # each row ends at top_k, except for rounding
     start_T1 = torch.rand(num_tokens, 1, generator=generator, dtype=torch.float64)
     points_TK = start_T1 + torch.arange(top_k, dtype=torch.float64)
     place_TK = torch.searchsorted(covered_TE, points_TK, right=True).clamp_max(load_E.numel() - 1)

@@ -112,10 +112,10 @@ def measure_waits(
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> float | None:
-    """Return the us that the slowest rank waits in ``run``, None if not recorded.
+    """Return the microseconds that the slowest rank waits for communication in ``run``. Collective.
 
-    The result is the median of three calls of ``run``. It is None if the layers do not record their
-    waits. ``recorder`` is that of the layers; it is enabled only during this function. Collective.
+    Each rank takes the median of three calls. The result is None if the layers record no waits.
+    ``recorder`` is the recorder of the layers; it is enabled only during this function.
     """
     samples: list[float | None] = []
     recorder.enabled = True
@@ -159,7 +159,7 @@ def start_together(device: torch.device, *, group: dist.ProcessGroup | None = No
 
 
 def agree_on_begin(device: torch.device, *, group: dist.ProcessGroup | None = None) -> int:
-    """Return a future time in ns for all ranks, 0 if they share no clock; a collective.
+    """Return the same future clock time (ns) on all ranks, 0 if they share no clock. Collective.
 
     The result is 0 if the ranks are on several machines, which share no clock.
     """
@@ -183,7 +183,7 @@ def _clock_id() -> int:
 def machine_keys(groups: ParallelGroups, *, device: torch.device, commit: str | None) -> Row:
     """Return the keys and values of a result line that name the machine, versions, commit and date.
 
-    ``commit`` None takes that of the working tree that contains this package, or "unknown".
+    If ``commit`` is None, it is the commit of this package's working tree, or "unknown".
     """
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
     if commit is None:
@@ -229,7 +229,7 @@ def results_path(folder: Path, row: Row) -> Path:
 
 
 def write_rows(rows: list[Row], folder: Path) -> Path:
-    """Write rows to the result file of their case and machine, replacing it; return its path."""
+    """Replace the result file of one case and machine by the lines ``rows``; return its path."""
     path = results_path(folder, rows[0])
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.tmp")
@@ -252,7 +252,7 @@ def captured(
     """Capture a function as a CUDA graph; return a function that replays it on the same tensors.
 
     ``run`` works on the current stream of the device and does not synchronise with the host. It
-    runs a few times before the capture, because it must not allocate or compile during it. Graphs
+    runs a few times first, because it must not allocate or compile during the capture. Graphs
     of one ``torch.cuda.graph_pool_handle()`` overwrite each other's results.
     """
     stream = torch.cuda.Stream(device)
@@ -263,8 +263,8 @@ def captured(
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     # "thread_local" allows the watchdog thread of NCCL to query events during the capture.
-    # No argument ``stream``: graphs that share a memory pool must be captured on one stream, and
-    # without the argument PyTorch captures all graphs on the same one.
+    # No argument ``stream``: graphs that share a memory pool must be captured on one stream.
+    # Without the argument, PyTorch captures all graphs on the same stream.
     with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
         run()
     return graph.replay

@@ -48,7 +48,7 @@ def trace_step(
       parts (``halley::*``; of nested parts the innermost counts), and "other" for the rest.
 
     Args:
-        warmup: number of steps before; the last of them already runs under the profiler.
+        warmup: number of steps before the traced one; the last of them runs under the profiler.
         group: as for ``start_together``.
     """
     device = torch.device(device)
@@ -66,7 +66,7 @@ def trace_step(
             step()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        # Stay in the profiler until all ranks are done: events may end after their waits.
+        # Profile until all ranks are done: a collective's event may end after its wait.
         start_together(device, group=group)
     events = list(profiler.events() or [])
     (whole,) = (event for event in events if event.name == _STEP and not _is_on_device(event))
@@ -136,7 +136,7 @@ def _to_span(event: FunctionEvent, stream: str, *, step: FunctionEvent, rank: in
 
 
 def gather_spans(spans: list[Span], group: dist.ProcessGroup | None = None) -> list[Span]:
-    """Return the spans of all ranks of a group (None: all ranks) on each of them; a collective.
+    """Return, on each rank, the spans of all ranks of a group (None: all ranks). Collective.
 
     Time zero must be the same moment on all ranks, as in ``trace_step``.
     """
@@ -162,7 +162,7 @@ def exposed_comm_us(spans: Iterable[Span]) -> float:
 
 
 def time_by_part(spans: Iterable[Span]) -> dict[str, float]:
-    """Return a rank's us by span name, longest first; nested spans count only for themselves.
+    """Return a rank's microseconds per span name, longest first, without the time of inner spans.
 
     An "exposed" span counts as nested in the computation that it interrupts. Spans of other streams
     do not reduce the time of computation.
@@ -186,7 +186,7 @@ def measure_graphs(
     num_steps: int,
     on_progress: Progress,
 ) -> "tuple[list[OrderReport], float, list[Span]]":
-    """Compile a model with passes and time its steps; return predictions, time, spans; collective.
+    """Time steps of a model with compiler passes; return predictions, time and spans. Collective.
 
     The graphs run in eager mode, on random tokens. Rank 0 measures the operators; all ranks measure
     the all-to-alls. ``options`` are those of the compiler backend. The result has reports with
@@ -232,7 +232,7 @@ def measure_graphs(
 
 
 def simulated_step(reports: "Sequence[OrderReport]", *, passed: bool) -> list[Span]:
-    """Join the simulated spans of a step's graphs: after passes if ``passed``, else before."""
+    """Concatenate simulated spans of a step's graphs, with passes if ``passed``, or without."""
     step: list[Span] = []
     for report in reports:
         zero_us = max((span.end_us for span in step), default=0.0)

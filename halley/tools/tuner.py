@@ -36,7 +36,7 @@ Space = dict[str, tuple[str, ...]]
 
 # Settings for two GEMM CTAs per SM, each with tiles of half the default width.
 _TWO_PER_SM = "{0}.block_n=128 {0}.num_warps=4 {0}.num_stages=3 {0}.per_sm=2"
-# Two tiles per loop, so that a store overlaps the next tile; its buffer takes one stage's memory.
+# Two tiles per loop: a store overlaps the next tile. Its buffer takes the memory of one stage.
 _TWO_PER_LOOP = "{0}.run=2 {0}.num_stages=3"
 # Values to try, by group of settings. A value is one setting, or several to set together.
 SPACE: Space = {
@@ -122,14 +122,14 @@ def tune_layer(
 def fits(config: KernelConfig, tensors: LayerTensors) -> bool:
     """Return whether CTAs fit an SM (registers, shared memory), and tiles divide column chunks."""
     itemsize = tensors.x_TD.itemsize
-    step_bytes = config.combine_rows * config.chunk_columns * itemsize  # loads of a combining CTA
+    step_bytes = config.combine_rows * config.chunk_columns * itemsize  # one load of a combine CTA
     for tile, combines in (
         (config.up, False), (config.down_grad, False), (config.down, True), (config.up_grad, True)
     ):  # fmt: skip
         gemm_bytes = tile.num_stages * (config.block_m + tile.block_n) * tile.block_k * itemsize
         if tile.run > 1:  # the store of a tile overlaps the next tile, so it needs a buffer
             gemm_bytes += config.block_m * tile.block_n * itemsize
-        # Shared memory, in bytes, of each CTA of an SM: those of the GEMM, then combining ones.
+        # Shared memory, in bytes, of each CTA on an SM: first CTAs of the GEMM, then combine CTAs.
         ctas = [gemm_bytes] * tile.per_sm
         ctas += [(config.combine_stages - 1) * step_bytes] * config.combiners_beside * combines
         if sum(num_bytes + _RESERVED_BYTES for num_bytes in ctas) > _SHARED_BYTES:
@@ -172,7 +172,7 @@ def _is_correct(config: KernelConfig, expected: list[torch.Tensor], tensors: Lay
     try:
         pairs = zip(outputs_of(strategy, tensors), expected, strict=True)
         is_wrong = any(relative_error(value, reference) > tolerance for value, reference in pairs)
-    except OutOfResources:  # a kernel needs more than ``fits`` computes, on all ranks alike
+    except OutOfResources:  # on all ranks, a kernel needs more than ``fits`` computes
         is_wrong = True
     (is_wrong,) = max_over_ranks([is_wrong], device=device, group=tensors.groups.ep)
     strategy.workspaces.close()
@@ -194,5 +194,5 @@ def _time(
     timings = time_interleaved(runs, num_samples=num_samples, num_warmup=1, **where)
     for strategy in strategies.values():
         strategy.workspaces.close()
-    torch.cuda.empty_cache()  # symmetric memory of several ranks is outside of torch's pool
+    torch.cuda.empty_cache()  # symmetric memory cannot use memory that torch caches
     return {name: timing.median_us for name, timing in timings.items()}

@@ -1,7 +1,7 @@
 """Save and load checkpoints of training; a crash during a save damages no earlier checkpoint.
 
 A checkpoint is a folder ``step-00000100`` with files of torch.distributed.checkpoint (DCP) and a
-manifest with the size and checksum of each. It is written to ``step-00000100.tmp``, flushed to the
+manifest with size and checksum of each file. It is written to ``step-00000100.tmp``, flushed to the
 disk and then renamed.
 """
 
@@ -36,19 +36,19 @@ from halley.train.manifest import (
 
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED_NAME = re.compile(r"step-\d{8,}\.tmp")
-_SHARD_NAME = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's file name: rank that wrote it, number
+_SHARD_NAME = re.compile(r"__(\d+)_\d+\.distcp")  # a file of DCP: rank that wrote it, then a number
 
 _PROBE = bytes(1 << 20)
 
 
 def check_writable(folder: Path) -> None:
-    """Create a folder if missing, and check that it can be written to; else ``ValueError``."""
+    """Create a folder if it is missing; ``ValueError`` if files cannot be written to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"halley")
             file.flush()
-    except (OSError, ValueError) as error:  # ValueError: a path with a null character
+    except (OSError, ValueError) as error:  # ValueError if the path has a null character
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"folder ({folder}) must be writable: {reason}") from error
 
@@ -61,7 +61,7 @@ def save_checkpoint(
     keep: int,
     notes: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write a checkpoint; delete all complete ones but the newest ``keep``. Return its folder.
+    """Write a checkpoint, return its folder; delete complete ones except the ``keep`` newest.
 
     If a file or folder with the name of the checkpoint exists, such as a damaged checkpoint, it is
     renamed to ``<name>.replaced-1``.
@@ -154,8 +154,8 @@ def load_checkpoint(path: Path, state: dict[str, object]) -> int:
     """Read a checkpoint into ``state``, in place, and return its step. Collective.
 
     ``path`` is a result of ``find_newest_checkpoint``, which has compared the checksums. ``state``
-    is as in ``save_checkpoint``; DTensors may be sharded over another mesh. A checkpoint that is
-    damaged or does not fit the state is a ValueError, a failed read of some rank a RuntimeError.
+    is as in ``save_checkpoint``; DTensors may be sharded over another mesh. A damaged checkpoint or
+    one that does not fit ``state`` raises ValueError; a failed read raises RuntimeError.
     """
     manifest = on_rank_zero(lambda: read_manifest(path))
     with _quiet():
@@ -179,15 +179,15 @@ def find_free_name(folder: Path, stem: str) -> Path:
 
 
 def _find_write_error(folder: Path) -> str:
-    """Write a test file on each rank; return the first "rank R: ERROR", or "". Collective.
+    """Return the error of the first rank that fails to write a test file, or "". Collective.
 
-    DCP replaces the operating system's error by one of its own, without the reason.
+    DCP's own errors lack the operating system's reason. The text is "rank R: REASON".
     """
 
     def write_probe(rank: int) -> None:
         with (folder / f"probe-{rank}").open("wb", buffering=0) as file:
             if file.write(_PROBE) < len(_PROBE):
-                file.write(_PROBE)  # after a partial write, the next one raises the error
+                file.write(_PROBE)  # after a partial write, the next write raises the error
             os.fsync(file.fileno())
 
     try:
@@ -220,7 +220,7 @@ def _find_defect(path: Path) -> str | None:
 
 
 def _read_complete(path: Path) -> Manifest:
-    """Return a checkpoint's manifest; ``ValueError`` if a file is missing or has another size."""
+    """Return a checkpoint's manifest; ``ValueError`` if a file is missing or has a wrong size."""
     manifest = read_manifest(path)
     for name, record in manifest.files.items():
         if defect := find_defect(path, name, record, by_size=True):

@@ -67,7 +67,7 @@ class ExpertShards(torch.Tensor):
 
     It has the methods that DCP asks of a tensor subclass (``torch.distributed._checkpointable``).
     Each expert is a chunk of its own, unlike the contiguous rows of a DTensor shard. DCP writes an
-    expert with several replicas once, and reads it on each rank that holds one.
+    expert with several replicas once, and reads it on each rank that holds a replica.
     """
 
     _chunks: list[ChunkStorageMetadata]
@@ -140,7 +140,7 @@ _RECORDS = {
 
 
 def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
-    """Read and check DCP's metadata; ``ValueError`` if damaged or naming a file not in ``files``.
+    """Read DCP's metadata; ``ValueError`` if it is damaged or names a file that ``files`` lacks.
 
     The pickle ``.metadata`` may name only classes that DCP writes. It may not exceed 1 GiB.
     """
@@ -179,7 +179,7 @@ class _ForbiddenClassError(ValueError):
 
 
 class _Record:
-    """The arguments or state of a pickled object, kept as data: its class is never called."""
+    """The arguments or state of a pickled object, as data; the object's class is never called."""
 
     def __init__(self, *arguments: object) -> None:
         self.state: object = arguments
@@ -189,7 +189,7 @@ class _Record:
 
 
 class _RecordUnpickler(pickle.Unpickler):
-    """Unpickles DCP's classes as ``_Record``s, torch dtypes and sizes as such, and no other class.
+    """Unpickles DCP's objects as ``_Record``s, torch dtypes and sizes as usual; refuses all others.
 
     Each unpickler has its own record classes, because a pickle can set attributes of classes.
     """

@@ -1,4 +1,4 @@
-"""Compare strategies: time their training steps in alternation, and each part of the steps."""
+"""Compare strategies: run their training steps in alternation, and time each part of a step."""
 
 import dataclasses
 import statistics
@@ -17,18 +17,18 @@ from halley.tools.tracing import gather_spans, time_by_part, trace_step
 from halley.train.step import TrainingRun, build_run, train_step
 
 
-_INTERPRETED = ("fused", "unfused", "auto")  # a CPU interprets their kernels, if any
+_INTERPRETED = ("fused", "unfused", "auto")  # may run Triton kernels, which a CPU interprets
 _NUM_WARMUP = 3
 STEP, EXPOSED, OTHER = "step", "exposed communication", "other"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """The microseconds of each part of a training step with one strategy, and one step's spans.
+    """Times in microseconds of the parts of a strategy's training step, and spans of one step.
 
-    A time excludes nested parts. It is the median over steps of the mean over ranks. ``STEP`` is
-    the whole step, ``OTHER`` the time outside of all parts, and ``EXPOSED`` the time of all waits
-    (the parts "*.wait"), if the layers record these.
+    The time of a part excludes parts nested in it. It is the median over steps of the mean over
+    ranks. ``STEP`` is the whole step, ``OTHER`` the time outside of all parts, and ``EXPOSED`` the
+    time of all waits (the parts "*.wait"), if the layers record waits.
     """
 
     parts_us: dict[str, float]

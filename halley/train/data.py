@@ -1,4 +1,4 @@
-"""Training text as bytes: concatenate files, cut them into sequences, divide these over ranks."""
+"""Concatenate text files, cut their bytes into sequences, and divide the sequences over ranks."""
 
 import bisect
 import os
@@ -45,7 +45,7 @@ def find_text_files(path: Path | None) -> list[Path]:
     path = path or Path(sysconfig.get_path("stdlib"))
     try:
         mode = path.stat().st_mode
-    except (OSError, ValueError) as error:  # ValueError: a path with a null character
+    except (OSError, ValueError) as error:  # ValueError if the path has a null character
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"text ({path}) must be a file or a folder: {reason}") from error
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -115,7 +115,7 @@ class Corpus:
 
 @final
 class BatchLoader:
-    """Reads the microbatches of one rank, for any step: tokens and targets, in shuffled order.
+    """Reads one rank's microbatches (tokens and targets) of any step, with windows in random order.
 
     W microbatches on one rank have the same windows as one microbatch on each of W ranks.
     """
@@ -123,15 +123,15 @@ class BatchLoader:
     def __init__(self, corpus: Corpus, config: TrainConfig, *, rank: int, num_ranks: int) -> None:
         self._corpus, self._config = corpus, config
         self._rank, self._num_ranks = rank, num_ranks
-        # Windows read by earlier runs beyond those that their steps read at the present batch size.
+        # Windows read before the resumed step, minus those of as many steps at this batch size.
         self._num_more = 0
 
     def resume(self, step: int, *, num_read: int) -> None:
-        """Continue at ``step``, after ``num_read`` windows that all ranks together have read."""
+        """Continue at ``step``, before which all ranks together have read ``num_read`` windows."""
         self._num_more += num_read - self.num_read(step)
 
     def num_read(self, step: int) -> int:
-        """Return how many windows all ranks together read before ``step``, repeats included."""
+        """Return how many windows all ranks together read before ``step``, over all epochs."""
         num_batches = step * self._config.num_microbatches * self._num_ranks
         return self._num_more + num_batches * self._config.batch_size
 

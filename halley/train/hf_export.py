@@ -53,7 +53,7 @@ class Export:
 def export_run(folder: Path, output: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Export:
     """Write a run's newest complete checkpoint as safetensors and config.json; return a summary.
 
-    One process exports, for any number of training ranks, with about one output file in memory.
+    One process exports the run of any number of ranks. It holds about one output file in memory.
 
     Args:
         folder: the run's output, with ``config.json`` and ``checkpoints/``.
@@ -124,7 +124,7 @@ def read_run_config(folder: Path) -> RunConfig:
 
 
 def check_family(config: ModelConfig) -> None:
-    """Raise ``ValueError`` unless ``hf_family`` is set and the model has its equations."""
+    """Raise ``ValueError`` unless ``hf_family`` names a family with the equations of this model."""
     if family := config.hf_family:
         if found := differences(config, family):
             raise ValueError(
@@ -167,7 +167,7 @@ def differences(config: ModelConfig, family: str) -> list[str]:
 
 
 def hf_tensors(name: str, tensor: torch.Tensor, *, family: str) -> dict[str, torch.Tensor]:
-    """Return views of ``tensor``, an ``MoETransformer`` parameter, by name in Hugging Face's files.
+    """Return views of an ``MoETransformer`` parameter, by their names in Hugging Face's files.
 
     A stack of experts gives one or two matrices per expert.
     """
@@ -246,7 +246,7 @@ def _model_without_values(config: ModelConfig) -> MoETransformer:
 
 
 def _divide(shapes: dict[str, torch.Size], *, max_bytes: int, itemsize: int) -> list[list[str]]:
-    """Return the tensor names of each file, in order; a single tensor may exceed ``max_bytes``."""
+    """Return the tensor names of each file; only a file of one tensor may exceed ``max_bytes``."""
     shards: list[list[str]] = []
     filled = max_bytes
     for name, shape in shapes.items():

@@ -58,7 +58,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return a checkpoint's manifest; ``ValueError`` if missing, damaged or of another step."""
+    """Return a checkpoint's manifest; ``ValueError`` if missing, damaged or of a wrong step."""
     path = folder / MANIFEST_FILE
     if not os.path.lexists(path):
         raise ValueError(f"{MANIFEST_FILE} is missing")
@@ -93,7 +93,7 @@ def find_defect(
 
 
 def compute_checksum(path: Path) -> str:
-    """Return a file's XXH3-128 in hex; above 64 MiB, that of the digests of its segments.
+    """Return a file's XXH3-128 in hex; above 64 MiB, the XXH3-128 of its 64 MiB segments' digests.
 
     XXH3 detects accidental damage at memory speed; it does not protect from forgery.
     """

@@ -26,17 +26,17 @@ class _Bucket:
     numel: int = 0
     buffer: torch.Tensor | None = None  # float32; None before the bucket's first gradient of a step
     missing: set[str] = field(default_factory=set)  # parameters that backward has not reached yet
-    sum: dist.Work | None = None  # the running all-reduce; None if none runs
+    sum: dist.Work | None = None  # the all-reduce that is running, or None
 
 
 @final
 class GradientBuckets:
-    """Adds the gradients of a step's backward passes to buckets; all-reduces sum these over ranks.
+    """Adds up the gradients of a step in buckets, and all-reduces the buckets over ranks.
 
     A gradient is added to its bucket, and its memory freed, as soon as autograd or a compiled
     backward graph produces it. In the last backward pass of a step, the all-reduce of a bucket
     starts when the bucket is full, while backward continues. All ranks start the buckets in the
-    same order. Parameters are in order of forward, and each must get a gradient in each step.
+    same order. ``parameters`` are in forward order, and each must get a gradient in each step.
     """
 
     def __init__(
@@ -57,19 +57,19 @@ class GradientBuckets:
                 open_buckets[is_expert] = bucket
             bucket.offsets[name] = bucket.numel
             bucket.numel += parameters[name].numel()
-            # Backward visits parameters in this loop's order, so this bucket becomes the last.
+            # Backward visits parameters in this loop's order, so it fills this bucket last so far.
             self._buckets = [each for each in self._buckets if each is not bucket] + [bucket]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.offsets}
         self._collected: set[str] = set()
         self._stream: torch.cuda.Stream | None = None
         self._is_collecting = False
-        self._pending: list[_Bucket] = []  # buckets to all-reduce, the next one last in the list
+        self._pending: list[_Bucket] = []  # buckets still to all-reduce; the next is at the end
         for name, parameter in parameters.items():
             set_gradient_hook(parameter, partial(self._add, name))
 
     @contextmanager
     def collecting(self, *, last: bool) -> Generator[None]:
-        """In the block, add gradients to buckets; if ``last``, all-reduce them. Collective."""
+        """In the block, add gradients to buckets; if ``last``, all-reduce buckets. Collective."""
         device = next(iter(self._parameters.values())).device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._pending = self._buckets[::-1] if last else []
@@ -116,13 +116,13 @@ class GradientBuckets:
             return
         bucket = self._bucket_of[name]
         if bucket.buffer is None:
-            with torch.cuda.stream(self._stream):  # so that the main stream owns the memory
+            with torch.cuda.stream(self._stream):  # the main stream must own the memory
                 bucket.buffer = gradient.new_empty(bucket.numel, dtype=torch.float32)
         with self._in_order(gradient.device):
             if name in self._collected:
                 self._view(name).add_(gradient)
             else:
-                # ``_foreach_copy_`` takes two thirds of the time of a converting ``copy_``.
+                # ``_foreach_copy_`` takes two thirds of the time of a ``copy_`` that converts.
                 torch._foreach_copy_([self._view(name)], [gradient])  # pyright: ignore[reportPrivateImportUsage]
         self._collected.add(name)
         bucket.missing.discard(name)
@@ -200,22 +200,22 @@ class ModelOptimizer:
             )
 
     def backward(self, loss: torch.Tensor, *, last: bool = True) -> None:
-        """Run backward of one microbatch; add its gradients to those of earlier microbatches.
+        """Run backward of one microbatch; add its gradients to the sums over earlier microbatches.
 
-        The caller divides ``loss`` by the number of microbatches. The ``last`` backward pass of a
-        step starts the sums over ranks: it is then a collective.
+        The caller divides ``loss`` by the number of microbatches. If ``last``, this call also
+        starts the all-reduces of the gradients, and is a collective.
         """
         with self.gradients.collecting(last=last):
             loss.backward()
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Wait for the gradient sums and make them ``grad`` of the master weights. Collective."""
+        """Wait for the all-reduces; set ``grad`` of the master weights to the sums. Collective."""
         summed = self.gradients.wait_for_sums()
         for name, master in self.masters.items():
             master.grad = summed[name]
-        # Among more than two ranks, the order of an all-reduce's additions depends on the element's
-        # position. Replicas of an expert may get different sums, so all take the first one's.
+        # Over more than two ranks, an all-reduce adds in an order that depends on an element's
+        # position. Replicas of an expert may get different sums, so all take the first replica's.
         if self.groups.num_ranks > 2 * self.groups.ep_size:
             for module in dict.fromkeys(self.experts.values()):
                 if module.replicas is not None:
@@ -225,7 +225,7 @@ class ModelOptimizer:
 
     @torch.no_grad()
     def clip(self) -> torch.Tensor:
-        """Average, then clip gradients in place; return their norm before clipping. Collective."""
+        """Average gradients over ranks, clip them; return the norm before clipping. Collective."""
         gradients = self.gradients.wait_for_sums()  # does not wait: ``sync`` has waited
         dense = [gradient for name, gradient in gradients.items() if name not in self.experts]
         once = [self.experts[name].without_replicas(gradients[name]) for name in self.experts]
@@ -255,7 +255,7 @@ class ModelOptimizer:
                 parameter.copy_(self.masters[name])
 
     def state(self) -> dict[str, object]:
-        """Return master weights, and AdamW moments if any; a checkpoint load writes into them."""
+        """Return the tensors that a checkpoint saves and loads: master weights, AdamW moments."""
         # Imported here, because the import of torch.distributed.checkpoint takes a second.
         from halley.train.checkpoint_reader import checkpoint_tensors
 
@@ -279,7 +279,7 @@ class ModelOptimizer:
         master = self.masters[name]
         moments = self.torch_optimizer.state[master]
         if not moments:
-            # AdamW keeps "step" on the CPU, but its fused kernel, for GPUs, needs it on the GPU.
+            # AdamW keeps "step" on the CPU, but its fused kernel, for GPUs, reads it on the GPU.
             moments["step"] = torch.zeros((), device=master.device if master.is_cuda else "cpu")
             moments["exp_avg"] = torch.zeros_like(master)
             moments["exp_avg_sq"] = torch.zeros_like(master)

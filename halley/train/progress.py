@@ -18,7 +18,7 @@ METRICS_FILE = "metrics.jsonl"
 DISCARDED_FILE = "metrics.discarded.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 REPORT_FILES = (METRICS_FILE, DISCARDED_FILE, TENSORBOARD_FOLDER)
-Metrics = dict[str, float | int | None]  # of one step; the value of "step" counts from 1
+Metrics = dict[str, float | int | None]  # metrics of one step by name; "step" counts from 1
 
 
 @final
@@ -33,7 +33,7 @@ class Reporter:
         self._progress: Progress | None = None
         self._board = None
         if config.train.tensorboard:
-            # All ranks import TensorBoard, so that all raise the error of a missing package.
+            # All ranks import TensorBoard, so that all ranks raise an error if it is missing.
             from torch.utils.tensorboard import SummaryWriter
 
             if metrics is not None:
@@ -43,7 +43,7 @@ class Reporter:
         self._metrics = None if metrics is None else metrics.open("a", encoding="ascii")
 
     def report(self, metrics: Metrics) -> None:
-        """Write metrics to files; show them in a progress bar, or log each ``log_every`` steps."""
+        """Write a step's metrics to files; update the progress bar or, if due, log a line."""
         if self._metrics is None:
             return
         # JSON has no NaN and no infinity, so they become null.
@@ -77,7 +77,7 @@ class Reporter:
 
     @contextmanager
     def running(self, first_step: int) -> Iterator[None]:
-        """Show a progress bar in the block, if the console is a terminal; then close all files."""
+        """In the block, show a progress bar if the console is a terminal; then close all files."""
         if self._metrics is None:
             yield
             return

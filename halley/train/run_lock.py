@@ -23,7 +23,7 @@ from halley.core.validation import parse_json
 
 LOCK_FILE = "run.lock"
 RENEW_S = 5.0
-_WATCH_S = 3 * RENEW_S  # no renewal of the file for this time: its owner on another host has ended
+_WATCH_S = 3 * RENEW_S  # a run on another host that does not renew the file for so long has ended
 _PATIENCE_S = 3.0  # time for a killed rank to release its lock
 _MAX_BYTES = 4096
 
@@ -80,7 +80,7 @@ def _lock(descriptor: int, path: Path, *, patience_s: float) -> None:
 
 
 def _wait_for_other_host(descriptor: int, path: Path) -> None:
-    """If the lock names another host, watch whether it is renewed; if so, ``ValueError``."""
+    """If the lock file names another host, wait; ``ValueError`` if that host renews the file."""
     owner = _read(descriptor)
     if not owner or owner.get("host") == socket.gethostname():
         return
@@ -106,7 +106,7 @@ def _read(descriptor: int) -> dict[str, Any]:
     content = os.pread(descriptor, _MAX_BYTES, 0).decode("ascii", errors="replace")
     try:
         owner = parse_json(content, where=LOCK_FILE)
-    except ValueError:  # the file is empty, or its owner was killed while it wrote
+    except ValueError:  # the file is empty, or its owner was killed while writing it
         return {}
     return cast(dict[str, Any], owner) if isinstance(owner, dict) else {}
 

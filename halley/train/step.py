@@ -31,7 +31,7 @@ from halley.train.optim import ModelOptimizer, learning_rate
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _COMPILE_TIMEOUT_S = 600.0  # longest wait for ranks that still compile, measure or plan
-_IN_GRAPHS = ("functional", "unfused", "fused", PLANNED)  # strategies that can be compiled
+_IN_GRAPHS = ("functional", "unfused", "fused", PLANNED)  # strategies that a graph can include
 
 
 @final
@@ -48,7 +48,7 @@ class ExpertCounter:
         self._num_steps += 1
 
     def write(self, path: Path, *, step: int) -> None:
-        """Sum the counts since the last call over all ranks; rank 0 writes ``path``. Collective.
+        """Sum the counts since the last call over all ranks; rank 0 writes the sums. Collective.
 
         ``step`` is the number of steps done. A model without MoE layers writes no file.
         """
@@ -68,7 +68,7 @@ class SaveRequests:
 
     Slurm sends SIGTERM before it ends a job; a terminal sends SIGINT. After the first signal, the
     current step is completed. A second SIGINT interrupts at once. ``every_s`` is the time between
-    checkpoints; 0 for none by time.
+    checkpoints; 0 means that time requires none.
     """
 
     def __init__(self, *, every_s: float) -> None:
@@ -114,12 +114,12 @@ class TrainingRun:
     groups: ParallelGroups
     recorder: Recorder
     model: MoETransformer
-    forward: Callable[[torch.Tensor], ModelOutput]  # the model, compiled if there are passes
+    forward: Callable[[torch.Tensor], ModelOutput]  # the model, compiled if compiler passes are on
     optimizer: ModelOptimizer
     loader: BatchLoader
     counts: ExpertCounter
     requests: SaveRequests
-    plan: StepPlan | None = None  # plan that chose the strategies; None if the user chose
+    plan: StepPlan | None = None  # plan that chose the strategies; None if the user chose them
 
     def routers(self) -> list[SigmoidRouter]:
         """Return the model's ``SigmoidRouter``s, which have a selection bias, in order of layer."""
@@ -142,7 +142,7 @@ class StepResult:
 
 
 def read_placements(config: RunConfig, *, ep_size: int) -> list[ExpertPlacement] | None:
-    """Return each MoE layer's placement from the file ``config.placement``; None if that is ""."""
+    """Return each MoE layer's expert placement from file ``config.placement``; None if it is ""."""
     if not config.placement:
         return None
     if config.expert_tp_size > 1:
@@ -241,7 +241,7 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
 def _compile_model(
     model: MoETransformer, config: RunConfig, device: torch.device
 ) -> Callable[[torch.Tensor], ModelOutput]:
-    """Return the model's forward function; its first call compiles it with the run's passes.
+    """Return the model's forward function, which its first call compiles with the run's passes.
 
     With profiles, passes plan by measured times, since the speed of the network is not known
     otherwise. On a CPU, operators run one by one: Inductor would take minutes.
@@ -261,7 +261,7 @@ def _compile_model(
 
 
 def _find_profiles(config: RunConfig, device: torch.device) -> str:
-    """Return the path of the profiles that passes plan by, or "" if none are measured."""
+    """Return the path of the profiles from which passes plan, or "" to plan without profiles."""
     if config.profiles != "auto":
         return config.profiles
     return str(default_path()) if device.type == "cuda" else ""

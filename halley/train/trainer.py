@@ -105,7 +105,7 @@ def _train_in_locked_folder(
     run = build_run(config, world)
     if checkpoint is not None:
         run.optimizer.resume(load_checkpoint(checkpoint, run.state()))
-        # Halley 0.1 saved no "num_sequences": count all steps at the present batch size.
+        # Halley 0.1 saved no "num_sequences": assume that no earlier batch size was different.
         num_read = manifest.notes.get("num_sequences", run.loader.num_read(first_step))
         run.loader.resume(first_step, num_read=num_read)
     metrics_path = output / METRICS_FILE if world.is_first else None
@@ -152,7 +152,7 @@ def _take_steps(
             "exposed_share": None if exposed_us is None else exposed_us * 1e-6 / step_s,
         }
         reporter.report(metrics)
-        _check_finite(metrics)  # before a save, so that no diverged model replaces a good one
+        _check_finite(metrics)  # check before a save: no diverged model may replace a good one
         every, is_last = config.checkpoint.every_steps, step + 1 == config.train.num_steps
         is_due = bool(every) and (step + 1) % every == 0
         if is_last or is_due or run.requests.is_due or run.requests.stop_signal:
@@ -213,7 +213,7 @@ def _check_resumable(config: RunConfig, path: Path, *, warn: bool) -> Manifest:
 
 
 def _set_aside(output: Path) -> None:
-    # Only the first start sets files aside: torchrun's restarts, also with --restart, resume.
+    # Only the first start moves files: a restart by torchrun resumes, even with --restart.
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return
     folder = find_free_name(output, "previous")

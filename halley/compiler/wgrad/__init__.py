@@ -1,4 +1,4 @@
 """Schedule weight-gradient GEMMs under backward all-to-alls.
 
-docs/lancet.md lists the rules; ``schedule.py`` names the file that applies each.
+docs/lancet.md lists the rules; ``schedule.py`` names the file that applies each rule.
 """

@@ -12,7 +12,7 @@ from halley.compiler.node_cost import NodeCost
 
 
 TryMove = Callable[[Sequence[int], int], bool]  # the type of ``MemoryBudget.try_move``
-_MAX_EXCESS = 2.0  # a further unit takes at most this many times the time left in a window
+_MAX_EXCESS = 2.0  # each unit but the first takes at most this many times the unfilled time
 
 
 @dataclass(kw_only=True)
@@ -69,8 +69,8 @@ def find_units(
 ) -> list[Unit]:
     """Group the nodes of ``find_movable`` into units that move together, and time them by ``cost``.
 
-    The units follow rule 5 of docs/lancet.md. With ``only_with_gemm``, return none without one:
-    Inductor fuses sums for gradients of biases and norms into kernels that compute their operands.
+    The units follow rule 5 of docs/lancet.md. With ``only_with_gemm``, return only units with a
+    GEMM: Inductor fuses sums for bias and norm gradients into kernels that compute their operands.
     """
     units: list[Unit] = []
     unit_of: dict[int, int] = {}
@@ -131,7 +131,7 @@ class _Windows:
     window_of: dict[int, int] = field(default_factory=dict[int, int])
 
     def candidates(self, window: int, refused: set[int]) -> list[int]:
-        """Return unplaced units to try in a window: those with a GEMM, or, without any, others."""
+        """Return unplaced units to try in a window: units with a GEMM if any, else all others."""
         found = [
             at
             for at, unit in enumerate(self.units)
@@ -143,7 +143,7 @@ class _Windows:
         return [at for at in found if self.units[at].is_gemm] or found
 
     def allowed(self, at: int) -> list[int]:
-        """Return an unplaced unit's windows, except those before the windows of units it needs."""
+        """Return windows in which an unplaced unit may run, none before the units that it needs."""
         first = max(
             (
                 self.window_of[need]
@@ -156,9 +156,9 @@ class _Windows:
         return [window for window in self.units[at].windows if window >= first]
 
     def place(self, at: int, window: int) -> float | None:
-        """Place a unit and its unplaced ``needs`` in a window; return their us, None if not placed.
+        """Place a unit and its unplaced ``needs`` in a window; return their time in us, or None.
 
-        If live bytes would be above the limit, nothing is placed.
+        If live bytes would be above the limit, nothing is placed, and the result is None.
         """
         units = [*self._unplaced_needs(at), at]
         if not self.try_move(units, window):
@@ -180,14 +180,14 @@ def assign(
     *,
     try_move: TryMove = lambda units, window: True,
 ) -> tuple[list[list[int]], list[float]]:
-    """Choose units to run under each all-to-all; return them and each all-to-all's unhidden time.
+    """Choose units to run under each all-to-all; return them and the all-to-alls' unhidden times.
 
     The problem is a generalised assignment problem, which is NP-hard. This is a greedy best fit
     (rules 7 to 10 of docs/lancet.md). The units of an all-to-all are indices, in running order.
 
     Args:
-        times_us: time of each all-to-all that remains to hide.
-        try_move: called for each unit together with the unplaced units that it needs.
+        times_us: exposed time of each all-to-all, which units shall hide.
+        try_move: called with a unit and the unplaced units that it needs; False refuses them.
 
     Source: Lancet (arXiv:2404.19429), section 4.2. Lancet places all remaining GEMMs into their
     last window. The GEMM of a large output embedding is longer than any all-to-all: there it would
@@ -212,7 +212,7 @@ def assign(
 
 
 def _place_remaining_gemms(state: _Windows, left_us: list[float]) -> None:
-    """Place GEMMs that no window took, by rule 10 of docs/lancet.md; reduce ``left_us`` by them."""
+    """Place the remaining GEMMs by rule 10 of docs/lancet.md; reduce ``left_us`` by their times."""
     units = state.units
     remaining = [at for at, unit in enumerate(units) if unit.is_gemm and at not in state.window_of]
     for at in sorted(remaining, key=lambda at: -units[at].duration_us):

@@ -65,7 +65,7 @@ def build_order(
     for index in analysis.find(NodeKind.INPUT):
         emitter.emit(index)
     for index, kind in enumerate(analysis.kinds):
-        # Skip waits here: a wait is emitted before its first reader, because it is an ancestor.
+        # Skip waits here: emitting the first reader of a wait also emits the wait, its ancestor.
         if held >> index & 1 or kind in (NodeKind.WAIT, NodeKind.OUTPUT):
             continue
         emitter.emit(index)
@@ -88,8 +88,8 @@ def place_reductions(
     """Return ``order`` with gradient reductions moved between all-to-alls, or after the last one.
 
     All-to-alls have priority on the network, because computation waits for them. The gap after an
-    all-to-all takes the longest reduction that fits and whose gradient is ready before the next
-    all-to-all, again and again. Other reductions follow the last all-to-all (rule 12).
+    all-to-all repeatedly takes the longest reduction that fits and whose gradient is ready before
+    the next all-to-all. Other reductions follow the last all-to-all (rule 12).
 
     Source: the code of Lancet, which finds the gaps by simulating reductions that take no time.
     """
@@ -106,7 +106,7 @@ def place_reductions(
         )
         for index in reductions
     }
-    behind: dict[int, list[int]] = {}  # by position in ``rest``: reductions to start after it
+    behind: dict[int, list[int]] = {}  # by position in ``rest``: reductions to start after the node
     waiting = list(reductions)
     for (start, end), left_us in zip(pairwise(all_to_alls), gaps_us, strict=True):
         while fitting := [
@@ -135,7 +135,7 @@ def _gaps_us(
     order: Sequence[int],
     all_to_alls: Sequence[int],
 ) -> list[float]:
-    """Predict the us from each all-to-all's end to the next start, if reductions took no time."""
+    """Predict the gap in us from each all-to-all to the next, as if reductions took no time."""
     reductions = set(analysis.find_collectives("reduce"))
     without = [
         replace(each, duration_us=0.0, host_us=0.0, is_read=False) if index in reductions else each

@@ -1,7 +1,7 @@
 """Schedule weight-gradient GEMMs under backward all-to-alls, within a limit of live bytes.
 
 Autograd emits the weight-gradient GEMM of a layer before its data-gradient GEMM, although only the
-latter feeds the next all-to-all. It emits each wait directly after the start. docs/lancet.md has a
+latter feeds the next all-to-all. It puts each wait directly after the start. docs/lancet.md has a
 picture. The overlap window of an all-to-all is the time from its start to its wait.
 
 docs/lancet.md lists the rules of this pass. The code cites them by number, such as "rule 7". This
@@ -34,7 +34,7 @@ from halley.cost.simulate import (
 )
 
 
-_MAX_TRIES = 8  # most assignments; each after the first has a lower memory limit (rule 13)
+_MAX_TRIES = 8  # maximum of assignments; each after the first has a lower memory limit (rule 13)
 
 
 @final
@@ -74,7 +74,7 @@ class MemoryBudget:
     def try_move(self, ats: Sequence[int], window: int) -> bool:
         """Return whether units fit under an all-to-all within the limit; if so, record the move.
 
-        ``ats`` are indices of units, ``window`` is that of the all-to-all among all all-to-alls.
+        ``ats`` are indices of units; ``window`` is the index of the all-to-all in ``all_to_alls``.
         """
         start = self._all_to_alls[window]
         nodes = [node for at in ats for node in self._units[at].nodes]
@@ -107,7 +107,7 @@ class MemoryBudget:
         return True
 
     def _lifetime(self, buffer: int, place: Sequence[int]) -> tuple[int, int]:
-        """Return the positions ``[first, end)`` at which a buffer is alive, given nodes' ``place``.
+        """Return positions ``[first, end)`` at which a buffer is alive, if nodes run at ``place``.
 
         The result of a moved node counts from the position after its all-to-all on. At the position
         of the all-to-all it is part of ``_transient``.
@@ -119,7 +119,7 @@ class MemoryBudget:
 
 
 def _most_bytes(moves: Sequence[tuple[int, int]]) -> int:
-    """Return the peak of bytes over successive moves, each a pair of bytes allocated, then freed.
+    """Return the peak of bytes over successive moves, each a pair (bytes allocated, bytes freed).
 
     Example: moves (30, 10) and (20, 40) give 40: 0, then 30, then 20, then 40, then 0.
     """
@@ -165,7 +165,7 @@ def plan_wgrad(
 
     Args:
         inside: nodes whose results stay inside of a kernel, for ``LiveBytes``.
-        only_with_gemm: move no units without a GEMM, for ``find_units``.
+        only_with_gemm: move only units that have a GEMM; passed to ``find_units``.
     """
     all_to_alls = analysis.find_collectives("all_to_all")
     identity = list(range(len(analysis.nodes)))
@@ -174,12 +174,12 @@ def plan_wgrad(
     timed = operations(analysis, cost)
     movable = find_movable(analysis, all_to_alls)
     units = find_units(analysis, movable, cost=cost, only_with_gemm=only_with_gemm)
-    # While both run, an all-to-all takes ``comm`` times as long as alone, and computation
-    # ``compute`` times. The durations of units are not scaled, so scale all-to-alls by the ratio.
+    # Under contention, an all-to-all takes ``comm`` times as long as alone, and GEMMs take
+    # ``compute`` times as long. Unit durations are not scaled, so scale all-to-alls by the ratio.
     scale = contention.comm / contention.compute
     times_us = [time_us * scale for time_us in _exposed_us(timed, units, all_to_alls)]
     # Inductor fuses a light node into the kernel that computes its operands, so run it early. A
-    # node without operands, such as the zeros of a gradient, would only occupy memory early.
+    # node without operands, such as the zeros of a gradient, would only occupy memory longer.
     in_units = {index for unit in units for index in unit.nodes}
     light = [index for index in movable if index not in in_units and analysis.needs[index]]
     early = sorted(light) if only_with_gemm else []
@@ -201,7 +201,7 @@ def plan_wgrad(
 def _exposed_us(
     timed: Sequence[Operation], units: Sequence[Unit], all_to_alls: Sequence[int]
 ) -> list[float]:
-    """Predict how many us of each all-to-all stay exposed if ``units`` took no time."""
+    """Predict the exposed time of each all-to-all in us, as if ``units`` took no time."""
     moved = {index for unit in units for index in unit.nodes}
     stays = [
         replace(each, duration_us=0.0) if index in moved else each

@@ -6,4 +6,4 @@ Read them in the order of one forward pass: ``layout.py`` (buffers), ``routing_e
 ``peer.py`` has flags, waits, failures.
 """
 
-from halley import interpreter as interpreter  # first: it decides how Triton runs
+from halley import interpreter as interpreter  # import first: it sets how Triton runs kernels

@@ -46,7 +46,7 @@ from halley.fused.kernels.routing_exchange import group_of
 from halley.ops.kernels.tiles import multiply_step, multiply_tile, tile_of
 
 
-_MAX_RUN = tl.constexpr(1024)  # more than a run's tiles; base of ``pending`` in _second_gemm_run
+_MAX_RUN = tl.constexpr(1024)  # exceeds the tiles of a ticket; see ``pending`` in _second_gemm_run
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def _second_gemm_run(
     CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the tiles of a ticket; count those of the previous ticket, ``pending``, as finished.
+    """Compute a ticket's tiles; count the previous ticket's tiles (``pending``) as finished.
 
     ``pending`` describes the tiles of the previous ticket in one word: ``_MAX_RUN`` times the index
     of their counter in ``chunk_done``, plus the number of tiles. The function returns the same word
@@ -123,7 +123,7 @@ def _second_gemm_run(
 
 @triton.jit
 def _count_tiles(pending, plan, LAYOUT: tl.constexpr):
-    """Wait until the stores of the pending tiles are complete; add their number to ``chunk_done``.
+    """Wait until the pending tiles are stored; add the number of these tiles to ``chunk_done``.
 
     ``pending`` is as in ``_second_gemm_run``; 0 for no tiles.
     """
@@ -183,7 +183,7 @@ def chunked_gemm_kernel(
 def _task_at(index, num_tasks, plan, LAYOUT: tl.constexpr):
     """Return the number of the combine task that comes at position ``index`` in a column chunk.
 
-    Own tasks are spread evenly among those for other ranks, so that the link is always busy.
+    Tasks for own tokens are spread evenly among the others, so that the link is always busy.
     Example: tasks 0 to 3 for other ranks, own tasks 4 and 5: the order is 0, 1, 4, 2, 3, 5.
     """
     num_others = tl.load(plan + LAYOUT.own_begin + LAYOUT.num_local) // LAYOUT.task_rows
@@ -210,14 +210,14 @@ def _groups_of_task(task, plan, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _next_counter(num_done, num_columns, plan, LAYOUT: tl.constexpr):
-    """Return the address of ``chunk_done``'s element ``num_done``, and its final value."""
+    """Return the address and the final value of element ``num_done`` of ``chunk_done``."""
     need = tl.load(plan + LAYOUT.group_tiles + num_done % LAYOUT.num_groups) * num_columns
     return plan + LAYOUT.chunk_done + num_done, need
 
 
 @triton.jit
 def _count_done(num_done, chunk, num_wanted, num_columns, plan, LAYOUT: tl.constexpr):
-    """Return how many (chunk, expert group) pairs are finished without a gap, <= ``num_wanted``."""
+    """Return the first unfinished (chunk, expert group) pair, polling only up to ``num_wanted``."""
     num_done = tl.maximum(num_done, chunk * LAYOUT.num_groups)
     more = num_done < num_wanted
     while more:

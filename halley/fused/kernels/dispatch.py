@@ -43,7 +43,7 @@ from halley.ops.kernels.tiles import (
 )
 
 
-# Sources of ``fetch_kernel``: send buffers; send buffers, saving token copies; saved copies.
+# ``fetch_kernel`` reads send buffers, or reads them and saves token copies, or reads saved copies.
 FROM_PEERS = tl.constexpr(0)
 FROM_PEERS_AND_SAVE = tl.constexpr(1)
 FROM_SAVED = tl.constexpr(2)
@@ -71,7 +71,7 @@ def _fetch_task(
     k = tl.arange(0, LAYOUT.padded_k)
     line = (copy * TOP_K)[:, None] + k[None, :]
     listed = real[:, None] & (k < TOP_K)[None, :]
-    # One load for all row indices of the copies: one for each k would wait for memory K times.
+    # Load the row indices of all k at once: one load for each k would wait for memory K times.
     row_RK = tl.load(plan + LAYOUT.fetch_rows + line, mask=listed, other=-1)
     most_rows = tl.max(tl.sum((row_RK >= 0).to(tl.int32), axis=1), axis=0)
     if SOURCE == FROM_SAVED:
@@ -108,7 +108,7 @@ def _zero_task(
     local, x_RD, plan, LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr,
     ZERO_MULTIPLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Append zero rows to an expert up to a multiple of ``ZERO_MULTIPLE``; count them as arrived.
+    """Pad an expert's rows with zeros to a multiple of ``ZERO_MULTIPLE``; count these as arrived.
 
     The weight-gradient GEMM sums over whole steps of ``block_k`` rows. A row that is zero in
     ``x_RD`` is zero in all results of its tile, forward and backward, so it adds nothing.
@@ -144,7 +144,7 @@ def _alternate(task, num_own, num_tasks):
 
 @triton.jit
 def end_dispatch(plan, num_tiles, num_exits, LAYOUT: tl.constexpr):
-    """Count a CTA that ends; the last of both kernels (fetch, first GEMM) zeroes their counters."""
+    """Count a CTA as ended; the last CTA of both kernels (fetch, GEMM) zeroes their counters."""
     STEP: tl.constexpr = 1024
     tickets = plan + LAYOUT.tickets
     if exits_last(tickets + DISPATCH_EXITS, num_exits):

@@ -100,7 +100,7 @@ def _place_copies(i, block, expert_TK, record, plan, rank, LAYOUT: tl.constexpr)
 
 @triton.jit
 def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
-    """Store a block's fetch and combine list entries, and which ranks send sums for own tokens."""
+    """Store a block's fetch and combine list entries; for own tokens also which ranks send sums."""
     source = (rank + i) % LAYOUT.num_ranks
     record = record_of(routing, source, epoch, LAYOUT)
     token = block * LAYOUT.block_tokens + tl.arange(0, LAYOUT.block_tokens)
@@ -118,7 +118,7 @@ def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
     row += tl.load(base, mask=mine, other=0)
     row = tl.where(mine, row + (packed & ((1 << LAYOUT.order_bits) - 1)), -1)
 
-    # The entry of a token copy has the token's rows on this rank by choice, then -1.
+    # A list entry has the token's rows on this rank, in order of the token's choices, then -1.
     here = mine.to(tl.int32)
     count = tl.sum(here, axis=1)
     place = tl.cumsum(here, axis=1) - here
@@ -221,8 +221,8 @@ def plan_kernel(
             if before == num_tasks - 1:
                 signal_all(LAYOUT.rows_ready, epoch, rank, routing, routing_ptrs_W, LAYOUT)
         elif healthy:
-            # Wait for PLANNED without a time limit: else this wait could name this rank before a
-            # count task names the missing rank. Count tasks already run; their waits have limits.
+            # No time limit: a timeout here could report this rank before a count task reports the
+            # rank that is missing. Count tasks already run, and their waits have limits.
             code = failure_code(PLAN, rank, 0)
             planned = counters + PLANNED
             healthy = wait(planned, epoch, _NO_LIMIT_NS, status, host_status, code, "gpu")
@@ -284,7 +284,7 @@ def publish_rows_kernel(
     LAYOUT: tl.constexpr, SPREAD_WEIGHTS: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows to the send buffer, wait until all ranks have, check that all run the same call.
+    """Copy rows to the send buffer; wait until all ranks did; check that all use one call's plan.
 
     Pass n of rank r with the plan of call c::
 
@@ -371,7 +371,7 @@ def publish_rows(
 ) -> None:
     """Launch ``publish_rows_kernel`` for an existing plan: fill send buffer, wait for all ranks.
 
-    ``x_TD`` has one row for each token of that call: the token, or the gradient of its output.
+    ``x_TD`` has a row for each token of the plan's call: the token, or the gradient of its output.
     ``plan`` becomes unusable if a rank is late or in another call. Written if given: ``weight_R``,
     the routing weight of each row of the plan, float32; padding rows keep their content.
     """

@@ -33,9 +33,9 @@ from halley.ops.kernels.tiles import GemmTile, describe, describe_weights, weigh
 MOVE_WARPS = 4  # warps of a CTA that moves rows
 _SM_REGISTERS = 65536  # CUDA programming guide, compute capability 9.0
 _WARP_THREADS = 32
-_UNFUSED_MOVE_CTAS = 2  # the least for each SM if the GEMM does not run at the same time
+_UNFUSED_MOVE_CTAS = 2  # least number of row-moving CTAs per SM if no GEMM runs at the same time
 _FETCH_REGISTERS = 72  # per thread; the GEMM of backward leaves no more free
-_COMBINE_REGISTERS = 160  # per thread if one combining CTA runs beside the GEMM; with n, 1/n of it
+_COMBINE_REGISTERS = 160  # per thread with one combining CTA per SM beside the GEMM; 160 / n with n
 
 
 def shape_launches(
@@ -52,7 +52,7 @@ def shape_launches(
 
     With ``move_first``, the row-moving kernel is launched first and the GEMM waits for its rows;
     else the GEMM is first. On each SM, ``ctas_beside`` CTAs move rows beside those of the GEMM, and
-    ``ctas_after`` more begin when those end. Without ``fused``, the kernels do not overlap.
+    ``ctas_after`` begin when the GEMM's CTAs end. Without ``fused``, the kernels do not overlap.
     """
     move_ctas = ctas_beside + ctas_after if fused else max(ctas_beside, _UNFUSED_MOVE_CTAS)
     free_registers = _SM_REGISTERS - ctas_beside * move_registers * MOVE_WARPS * _WARP_THREADS
@@ -316,7 +316,7 @@ def launch_weight_gradient(
     *,
     experts: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor | None:
-    """Launch one projection's weight-gradient GEMM; return the gradient, None with ``main_grad``.
+    """Launch one projection's weight-gradient GEMM; return the gradient (None with ``main_grad``).
 
     The gradient ``(L, M, N)`` is summed in float32. With ``main_grad`` it is added to that buffer.
     ``experts`` are the results of ``find_experts``, stacked ``(P, L)`` for a layer of P parts.

@@ -21,7 +21,7 @@ Each record has four sections::
     packed    [T, K]  expert, and the number of earlier slots of this expert in the block
     weights   [T, K]  routing weights, float32
 
-The counts have a column of one number per block of tokens for each of these:
+Each column of ``counts`` has one number for each block of tokens. The columns count:
 
     rows of each local expert (num_local columns)
     token copies by their smallest local expert (num_local columns)
@@ -56,12 +56,12 @@ for the combine list. Sections of the plan::
     expert_rows         [L]           rows of each local expert
     expert_begin        [L]           first row of each local expert, a multiple of block_m
     own_copies          [keys]        own token copies with each sort key
-    own_begin           [keys]        index of the first of them in its list
+    own_begin           [keys]        index of the first copy of an own token, by sort key
     other_copies        [keys]        token copies of other ranks' tokens with each sort key
-    other_begin         [keys]        index of the first of them in its list
+    other_begin         [keys]        index of the first copy of another rank's token, by key
     block_base          [W, num_columns, max_blocks]  for each block of the i-th source rank in ring
                                       order: sum of the column's counts in all blocks before it; for
-                                      token copies, in those of the same part of the list
+                                      token copies, only in blocks of the same part of the list
     tile_expert         [tiles]       local expert of each tile
     tile_rows           [tiles]       rows of each tile that are not padding
     tile_arrived        [tiles]       rows of each tile that are in memory
@@ -86,7 +86,7 @@ from halley.symm_mem.heap import SymmTensor
 
 
 HEADER_WORDS = 16
-MAX_CHUNKS = 64  # column chunks of one combine
+MAX_CHUNKS = 64  # largest number of column chunks of one combine
 MAX_GROUPS = 8  # expert groups: a token's sum starts when the tiles of its last group are done
 ANY_COPIES = 2**31 - 1  # capacity that sets no limit on token copies
 TASK_ROWS = 64  # token copies of one combine task
@@ -104,7 +104,7 @@ DISPATCH_EXITS = tl.constexpr(5)  # ended CTAs of the fetch and the first GEMM
 COMBINE_EXITS = tl.constexpr(6)  # ended CTAs of the second GEMM and the combine
 
 # Indices of words in the plan's section ``summary``.
-IS_USABLE = tl.constexpr(0)  # 1, or 0 (kernels skip the plan): failure, too many tokens or rows
+IS_USABLE = tl.constexpr(0)  # 1; 0 after a failure or with too many tokens or rows: kernels skip it
 NUM_TILES = tl.constexpr(1)
 NUM_COPIES = tl.constexpr(2)  # length of the fetch list, with its unused entries
 NUM_OWN_COPIES = tl.constexpr(3)  # length of the fetch list's own-token part, with unused entries
@@ -115,7 +115,7 @@ PASS = tl.constexpr(5)  # epoch of the last pass that uses the plan
 NUM_COUNTERS = 16
 PLAN_TICKET = tl.constexpr(0)
 PUBLISHED = tl.constexpr(1)  # tasks that have published routing, or CTAs that have copied rows
-COUNTED = tl.constexpr(2)  # low 16 bits: tasks that have counted; high: those that saw all records
+COUNTED = tl.constexpr(2)  # low 16 bits: ended count tasks; high: those that saw all records
 PLANNED = tl.constexpr(3)  # epoch of the last plan whose expert offsets are known
 PLAN_EXITS = tl.constexpr(4)
 EPOCH = tl.constexpr(5)  # last pass's epoch; kernels increment it, also in replays of CUDA graphs
@@ -139,7 +139,7 @@ class Layout:
     num_columns: int  # columns of a record's section ``counts``
     padded_k: int  # K rounded up to a power of two
     block_tokens: int  # tokens of one block
-    max_blocks: int  # the most blocks of a rank's tokens
+    max_blocks: int  # largest number of blocks of tokens per rank
     max_copies: int  # entries that each list, fetch and combine, can hold
     max_tiles: int
     task_rows: int = TASK_ROWS

@@ -4,7 +4,7 @@
 
 The ranks of the experts sum the rows of each token copy in float32 and store the sum in the combine
 buffer of the token's source rank. The source rank adds the partial sums in the order of ranks.
-``combine_kernel`` (``combine.py``) calls both kinds of functions, one column chunk after another::
+``combine_kernel`` (``combine.py``) calls functions of both sides, one column chunk after another::
 
     rank of experts                                 source rank
     send_sums: store in combine buffer
@@ -123,7 +123,7 @@ def send_weight_gradients(
     task, dweight_RJ, plan, dweight_ptrs_W, combine_tokens, rank,
     LAYOUT: tl.constexpr, NUM_SUMMANDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sum each ``dweight_RJ`` row of a task; send it, a routing-weight gradient, to its source.
+    """Sum each row of ``dweight_RJ`` to a routing weight's gradient; send it to the source rank.
 
     A token's gradients are stored in the order in which it chose the experts of this rank.
     """
@@ -148,7 +148,7 @@ def send_weight_gradients(
 def count_sent(
     chunk, num_tasks, plan, routing, routing_ptrs_W, rank, epoch, LAYOUT: tl.constexpr
 ):  # fmt: skip
-    """Count a chunk's combine task as sent; the last count sets ``sums_ready`` on every rank."""
+    """Count a combine task of a chunk as sent; the last one sets ``sums_ready`` on every rank."""
     tl.debug_barrier()  # the sums of all threads are stored before one thread releases
     sent = plan + LAYOUT.chunk_sent + chunk
     if tl.atomic_add(sent, 1, sem="acq_rel", scope="sys") == num_tasks - 1:
@@ -225,7 +225,7 @@ def _collect_weight_gradients(
 ):  # fmt: skip
     """Store in ``dweights_TK`` a task's routing-weight gradients, received from the expert ranks.
 
-    The receive buffer has a token's gradients by rank, ``dweights_TK`` in the order of its choices.
+    The receive buffer orders a token's gradients by rank; ``dweights_TK`` orders them by choice.
     The ranks of a tensor-parallel group share an expert, so their gradients are added.
 
     Example: a token chose experts (5, 0, 4), and each rank has four experts. The gradients of the

@@ -7,8 +7,8 @@ rank with a store-release at system scope; the other rank polls with acquire loa
 time limit. A wait that times out stores a failure code in ``status``, for the other CTAs, and in
 ``host_status``, for the host. Then all waits of the rank fail at once, and its kernels end.
 
-Words of ``host_status``: 0 is the failure code; 1, 2 and 3 describe the last plan: number of rows,
-tokens that did not fit into the buffers, and length of the fetch list.
+Words of ``host_status``: 0 is the failure code, 1 the last plan's number of rows, 2 the largest
+number of tokens of a rank if the buffers are too small (else 0), 3 the length of the fetch list.
 """
 
 import torch
@@ -120,7 +120,7 @@ def clock_ns():
 
 @triton.jit
 def poll(word, scope: tl.constexpr):
-    """Return a word, loaded with acquire: later loads see all stores before its release."""
+    """Load a word with acquire semantics: later loads see all stores before the word's release."""
     return tl.atomic_add(word, 0, sem="acquire", scope=scope)
 
 
@@ -139,7 +139,7 @@ def report_failure(status, host_status, code):
 
 @triton.jit
 def wait(word, target, timeout_ns, status, host_status, code, scope: tl.constexpr):
-    """Wait until ``word >= target`` and report ``code`` on timeout; return whether it succeeded.
+    """Wait until ``word >= target``; on timeout report ``code``. Return whether the wait succeeded.
 
     Example: the flag ``published[1]`` is 6 and pass 7 waits for it. The CTA polls until rank 1
     stores 7. A failure that any CTA of this rank has reported also ends the wait.
@@ -190,7 +190,7 @@ def signal_all(flags, epoch, rank, routing, routing_ptrs_W, LAYOUT: tl.constexpr
 
 @triton.jit
 def next_epoch(counters, status, host_status):
-    """Return this pass's epoch, the last one plus 1; report a failure if it is the largest."""
+    """Return this pass's epoch, the last epoch plus 1; report a failure at ``_LAST_EPOCH``."""
     epoch = tl.load(counters + EPOCH) + 1
     if epoch == _LAST_EPOCH:
         report_failure(status, host_status, failure_code(EPOCHS, 0, epoch))

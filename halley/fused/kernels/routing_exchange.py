@@ -1,6 +1,6 @@
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Tasks of ``plan_kernel`` that exchange all ranks' routing and turn its counts into offsets.
+"""Tasks of ``plan_kernel``: exchange the routing of all ranks, and turn counts into offsets.
 
 ``publish_task`` stores a block of this rank's routing in this rank's record on every rank.
 ``count_task`` waits for the records of all ranks and turns the counts of their blocks into offsets:
@@ -39,7 +39,7 @@ from halley.fused.kernels.peer import (
 )
 
 
-_STEP = tl.constexpr(1024)  # blocks that one iteration counts
+_STEP = tl.constexpr(1024)  # blocks whose counts one iteration adds
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def record_of(routing, source, epoch, LAYOUT: tl.constexpr):
 
 @triton.jit
 def call_in_use(routing, source, epoch, LAYOUT: tl.constexpr):
-    """Return the address of the word with the call whose plan rank ``source`` uses in a pass."""
+    """Return the address of the word that holds the call whose plan rank ``source`` uses."""
     return routing + LAYOUT.call_in_use + (epoch % 2) * LAYOUT.num_ranks + source
 
 
@@ -69,7 +69,7 @@ def first_expert(rank, LAYOUT: tl.constexpr):
 
 @triton.jit
 def local_experts(expert_TK, rank, LAYOUT: tl.constexpr):
-    """Return expert indices local to ``rank``; ``num_local`` for other ranks' and empty slots."""
+    """Return each expert's index on ``rank``; ``num_local`` for other experts and empty slots."""
     local = expert_TK - first_expert(rank, LAYOUT)
     here = (expert_TK >= 0) & (local >= 0) & (local < LAYOUT.num_local)
     return tl.where(here, local, LAYOUT.num_local)

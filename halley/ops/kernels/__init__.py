@@ -1,7 +1,7 @@
-"""Triton kernels of the operators, and how Halley launches kernels.
+"""Triton kernels of the operators, and the code that launches kernels.
 
-Files with kernels disable rules of pyright: it reads kernels as plain Python and finds errors that
-are none.
+Files with kernels disable rules of pyright, which reads kernels as plain Python and reports false
+errors.
 """
 
 from halley import interpreter as interpreter  # first: this import sets how Triton runs kernels

@@ -31,7 +31,7 @@ _MAX_MAPS = 1024
 _PDL_ATTRIBUTE = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 _ADDRESS = struct.Struct("=Q")
-_FORMATS = {"i32": "i", "i64": "q"}  # codes of ``struct``; kernels have no other scalars
+_FORMATS = {"i32": "i", "i64": "q"}  # codes of ``struct``; kernels use no other scalar types
 _DESC = "tensordesc"  # prefix of Triton's type names of tensor descriptors
 
 
@@ -216,13 +216,13 @@ def only_compiles() -> bool:
 
 
 _Launch: TypeAlias = tuple[Any, tuple[int, ...], tuple[object, ...]]  # kernel, grid, arguments
-# Launches to run when a ``side_by_side`` block ends; None where launches run at once.
+# Launches to run when a ``side_by_side`` block ends; None where launches run immediately.
 _pending: ContextVar[list[_Launch] | None] = ContextVar("pending", default=None)
 
 
 @contextmanager
 def side_by_side(fused: bool) -> Generator[None, None, None]:
-    """In the interpreter, run the block's launches concurrently if ``fused``, or in order.
+    """In the interpreter, run the block's launches concurrently if ``fused``, else in order.
 
     Compiled launches need no block: ``LaunchOptions`` says which ones overlap.
     """
@@ -260,10 +260,10 @@ class Launcher:
         dtypes: tuple[torch.dtype, ...] = (),
         **options: Unpack[LaunchOptions],
     ) -> None:
-        """Launch the kernel with ``num_programs`` CTAs, or inside ``compile_only`` only compile it.
+        """Launch the kernel with ``num_programs`` CTAs, or just compile it inside ``compile_only``.
 
-        ``constants`` are its ``tl.constexpr`` parameters, and ``dtypes`` those of the tensors in
-        ``args`` that may have different ones.
+        ``constants`` are its ``tl.constexpr`` parameters. ``dtypes`` are the dtypes of the tensors
+        in ``args`` whose dtype may vary between calls.
         """
         grid = (num_programs, 1, 1)
         if INTERPRETED:

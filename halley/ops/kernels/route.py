@@ -1,6 +1,6 @@
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Kernels on routing: sort slots by expert, apply expert capacity, sort received rows by expert.
+"""Kernels for routing: sort slots by expert, apply expert capacity, sort received rows by expert.
 
 CTAs share no counter, signal nothing and wait for nothing, so the results are deterministic. Each
 CTA reads all inputs on which its results depend: some thousand slots, or one count for each rank
@@ -100,9 +100,9 @@ def _group_rows_kernel(
     counts, order, inverse, ends, by_expert, num_ranks, num_local,
     SEGMENTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store the order of received rows by expert, its inverse, row ends and counts of experts.
+    """Store the order that sorts received rows by expert, its inverse, expert ends and counts.
 
-    A CTA does it for one (source rank, expert). Example: counts is [[1, 2], [1, 0]]. CTA 2 (rank 1,
+    Each CTA handles one (source rank, expert). Example: counts is [[1, 2], [1, 0]]. CTA 2 (rank 1,
     expert 0) has one row. It is the fourth row in arrival order and the second in expert order:
     order[1] = 3 and inverse[3] = 1.
     """
@@ -139,7 +139,7 @@ def sort_slots(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tenso
 def take_slots(
     topk_idx_TK: torch.Tensor, used_E: torch.Tensor, limit: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which slots experts keep within ``limit``, and the new use ``used_E``; on a GPU."""
+    """Return which slots experts keep up to ``limit``, and updated counts ``used_E``; on a GPU."""
     num_tokens, top_k = topk_idx_TK.shape
     kept_TK = topk_idx_TK.new_empty(num_tokens, top_k, dtype=torch.bool)
     used_after_E = torch.empty_like(used_E)

@@ -167,7 +167,7 @@ def store_gradient(
     GATED: tl.constexpr, SIZE: tl.constexpr, NUM_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store the activation's backward for a tile; ``grad`` is the gradient of output ``h``.
+    """Store the results of the activation's backward for a tile; ``grad`` is the gradient of ``h``.
 
     - ``dpre``: gradient of the activation's inputs, ``weight * grad * act'(pre)``.
     - ``h``: ``weight * act(pre)``, for the second projection's gradient; forward does not save it.
@@ -181,7 +181,7 @@ def store_gradient(
     left, right = halves(grad, BLOCK_M, BLOCK_N)
     first, second = halves(left, BLOCK_M, BLOCK_N // 2)
     third, fourth = halves(right, BLOCK_M, BLOCK_N // 2)
-    # One quarter after the other, because the inputs of a whole tile do not fit into registers.
+    # Compute a quarter at a time, because the inputs of a whole tile do not fit into registers.
     dweight = tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(4):
         quarter = first if i == 0 else second if i == 1 else third if i == 2 else fourth
@@ -203,10 +203,10 @@ def weight_gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     RUN: tl.constexpr, HALVES: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Compute expert weight gradients; CTA p of n takes runs of tiles p, p + n, ...
+    """Compute the weight gradients of experts; CTA p of n computes runs p, p + n, ... of tiles.
 
     A run is ``RUN`` adjacent output tiles in one loop: the loads of the next tile start during the
-    current one. Else filling the pipeline would take as long as the few steps of a tile.
+    current one. Otherwise, filling the pipeline would take as long as the few steps of a tile.
     An expert's rows lie in up to 4 parts of the operands. One CTA sums each element in a fixed
     order. CTAs signal nothing and wait for nothing.
 
@@ -273,7 +273,7 @@ def _find_part(
     expert_begin, expert_rows, expert,
     NUM_EXPERTS: tl.constexpr, PART: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return an expert's first row and loop steps in layer part ``PART``; 0, 0 without it."""
+    """Return an expert's first row and number of loop steps in part ``PART``; 0, 0 if absent."""
     begin = 0
     steps = 0
     if PART < NUM_PARTS:
@@ -345,7 +345,7 @@ def weight_gemm(
     num_programs: int,
     accumulate: bool = False,
 ) -> None:
-    """For each expert e, write ``grad[rows of e].T @ rows[rows of e]`` to ``out[e]``, or add it.
+    """For each expert e, write (or add) ``grad[rows of e].T @ rows[rows of e]`` to ``out[e]``.
 
     Args:
         out_LMN: output: gradients of stacked weights, float32 or the rows' dtype; sums are float32.
@@ -356,7 +356,7 @@ def weight_gemm(
             zero up to the next multiple of ``block_k``.
         tile: a tile has ``block_n`` columns of ``rows_RN``, a step has ``block_k`` rows.
         block_m: columns of ``grad_RM`` in a tile.
-        num_programs: CTAs of the launch for each CTA that an SM holds.
+        num_programs: CTAs of the launch, divided by the CTAs that share an SM.
     """
     num_experts, num_m, num_n = out_LMN.shape
     num_parts = expert_begin.numel() // num_experts
@@ -365,7 +365,7 @@ def weight_gemm(
     is_wide = out_LMN.dtype == torch.float32
     is_plain = not (is_wide or accumulate)
     tile = _choose_run(tile, rows_per_expert=len(rows_RN) // num_experts, is_plain=is_plain)
-    # Store float32 tiles, and tiles of runs, in halves: a whole one needs the loads' memory.
+    # Store float32 tiles, and tiles of runs, in halves: a whole tile would need the loads' memory.
     in_halves = (is_wide or tile.run > 1) and tile.block_n > 1
     _launch(
         num_programs * tile.per_sm,
