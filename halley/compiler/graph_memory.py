@@ -87,7 +87,7 @@ class StepPartitioner(CustomPartitionerFn):
     """
 
     split: Callable[..., Halves]  # partitioner of aot_autograd that does the split
-    hooks: GradientHooks  # forward saves the hooks' parameters for backward
+    hooks: GradientHooks  # forward saves each parameter that has a gradient-ready hook
     unknown_size: int  # assumed for sizes that depend on data
     fuses: bool  # whether the inner compiler fuses nodes into kernels, as Inductor does
     num_bytes: int = 0

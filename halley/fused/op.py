@@ -92,8 +92,8 @@ class LayerPart(NamedTuple):
     """Number of a layer part, and the objects that it shares with the layer's other parts."""
 
     index: int  # number of the part; 0 for a whole layer
-    parts: LayerParts | None = None  # None, like ``anchor``, for a whole layer or frozen weights
-    anchor: torch.Tensor | None = None  # the scalar from ``JoinParts``, an input of each part
+    parts: LayerParts | None = None  # None if the layer runs as one part or weights are frozen
+    anchor: torch.Tensor | None = None  # scalar from ``JoinParts``, input of each part; else None
 
 
 WHOLE_LAYER = LayerPart(0)

@@ -73,7 +73,7 @@ class ExtensionPoint:
     version: str
     kind: Literal["ep_implementation", "parallel_style", "experts_function"]
     experts: Any  # the Python module that has ``ExpertsInterface``
-    parallel: Any  # the Python module of the registry or class; None for "experts_function"
+    parallel: Any  # the module of what ``enable`` extends; None for "experts_function"
 
 
 def find_extension_point() -> ExtensionPoint:
