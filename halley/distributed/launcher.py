@@ -81,9 +81,9 @@ def tell_failure(
 ) -> None:
     """Report this process's failure to Halley's launcher, or to the user if there is none.
 
-    Under another launcher, all ranks of a host make the same mistake, so only local rank 0 prints
-    it. Other local ranks write failures that are no mistakes to torchrun's error file, if there is
-    one, else to stderr. ``error`` is the exception to write there; for the rest see ``Failure``.
+    Under another launcher, local rank 0 alone prints a user's mistake, which all ranks of a host
+    share. Any other failure of another local rank goes to torchrun's error file, or to stderr if
+    there is none. ``error`` is the exception for this file; for other arguments see ``Failure``.
     """
     text, details = " ".join(text.split()), details[-_MAX_DETAILS:]
     failure = Failure(text=text, rank=_own_rank(), is_mistake=is_mistake, details=details)

@@ -186,7 +186,7 @@ def assign(
     (rules 7 to 10 of docs/lancet.md). The units of an all-to-all are indices, in running order.
 
     Args:
-        times_us: exposed time of each all-to-all, which units shall hide.
+        times_us: exposed time of each all-to-all, which the units are to hide.
         try_move: called with a unit and the unplaced units that it needs; False refuses them.
 
     Source: Lancet (arXiv:2404.19429), section 4.2. Lancet places all remaining GEMMs into their
