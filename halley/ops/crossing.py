@@ -7,6 +7,7 @@ In this file, N is the number of nodes, S of rows that this rank sends, C of chu
 experts of one node.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
@@ -18,6 +19,9 @@ from halley.core.types import DROPPED, Routing
 from halley.distributed.nodes import Nodes
 from halley.distributed.peers import Collective
 from halley.ops.traceable_routing import sort_slots
+
+
+_TOO_MANY = "more tokens have experts in another node than max_load allows"
 
 
 @final
@@ -62,6 +66,7 @@ class Crossing:
 
     token_S: torch.Tensor | None  # token index of each row that is sent
     row_TN: torch.Tensor | None  # index of a token's row to a node; S if there is no such row
+    is_used_S: torch.Tensor | None = None  # whether a row is a token that crosses; None: all are
     send_CN: list[list[int]]  # numbers of rows that this rank sends to each node, by chunk
     recv_CN: list[list[int]]  # numbers of rows that this rank receives from each node, by chunk
 
@@ -84,16 +89,7 @@ def plan_crossing(
     """
     idx_TK, nodes = routing.topk_idx_TK, tables.nodes
     num_tokens, num_nodes = idx_TK.shape[0], nodes.num_nodes
-    node_TK = tables.other_node.take(idx_TK)
-    key_TK = node_TK
-    if num_chunks > 1:
-        token_T1 = torch.arange(num_tokens, device=idx_TK.device)[:, None]
-        key_TK = node_TK + token_T1 * num_chunks // max(num_tokens, 1) * num_nodes
-    # Dropped slots, and slots of this node's experts, go to the last column, which is cut off.
-    key_TN = idx_TK.new_full((num_tokens, num_nodes + 1), DROPPED)
-    key_TN = key_TN.scatter_(1, node_TK, key_TK)[:, :num_nodes].contiguous()
-    slots, counts = sort_slots(key_TN, num_chunks * num_nodes)
-
+    slots, counts = _sort_rows(idx_TK, tables, num_chunks=num_chunks)
     table = idx_TK.new_zeros(2, num_nodes * nodes.ranks_per_node, num_chunks)
     rail = slice(nodes.local_rank, None, nodes.ranks_per_node)
     table[0, rail] = counts.view(num_chunks, num_nodes).t()
@@ -114,20 +110,78 @@ def plan_crossing(
     )
 
 
-def cross_all(tables: NodeTables, *, num_tokens: int, num_chunks: int) -> Crossing:
-    """Return the ``Crossing`` of a layer in which each rank sends all tokens to each other node."""
-    nodes, device = tables.nodes, tables.own_id.device
-    others = [node for node in range(nodes.num_nodes) if node != nodes.node]
-    bounds = [num_tokens * chunk // num_chunks for chunk in range(num_chunks + 1)]
-    sizes_CN = [
-        [end - begin if node in others else 0 for node in range(nodes.num_nodes)]
-        for begin, end in pairwise(bounds)
-    ]
-    token_S = row_TN = None
-    if len(others) > 1:
-        chunks = torch.arange(num_tokens, device=device).tensor_split(bounds[1:-1])
-        token_S = torch.cat([chunk for chunk in chunks for _ in others])
-        node = torch.tensor([n for chunk in chunks for n in others for _ in chunk], device=device)
-        row_TN = token_S.new_full((num_tokens, nodes.num_nodes), len(token_S))
-        row_TN[token_S, node] = torch.arange(len(token_S), device=device)
-    return Crossing(token_S=token_S, row_TN=row_TN, send_CN=sizes_CN, recv_CN=sizes_CN)
+def _sort_rows(
+    idx_TK: torch.Tensor, tables: NodeTables, *, num_chunks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort the (token, node) pairs that cross by chunk, then node, then token; count each group.
+
+    A pair is ``token * N + node``. Pairs that do not cross come last and are not counted. Returns
+    all pairs, int64 ``(T * N,)``, and the counts, int64 ``(C * N,)``.
+    """
+    num_tokens, num_nodes = idx_TK.shape[0], tables.nodes.num_nodes
+    node_TK = tables.other_node.take(idx_TK)
+    key_TK = node_TK
+    if num_chunks > 1:
+        token_T1 = torch.arange(num_tokens, device=idx_TK.device)[:, None]
+        key_TK = node_TK + token_T1 * num_chunks // max(num_tokens, 1) * num_nodes
+    # Dropped slots, and slots of this node's experts, go to the last column, which is cut off.
+    key_TN = idx_TK.new_full((num_tokens, num_nodes + 1), DROPPED)
+    key_TN = key_TN.scatter_(1, node_TK, key_TK)[:, :num_nodes].contiguous()
+    return sort_slots(key_TN, num_chunks * num_nodes)
+
+
+@final
+class FixedCrossing:
+    """Plan crossings of fixed sizes on the device: the host reads no counts.
+
+    Each chunk has ``limit(number of tokens)`` rows for each other node. Rows beyond the tokens that
+    cross repeat a token and have no experts. If more tokens cross, a device assertion ends the
+    process (on a CPU, a ``RuntimeError``). All ranks must have T tokens.
+    """
+
+    def __init__(
+        self,
+        tables: NodeTables,
+        *,
+        num_tokens: int,
+        num_chunks: int,
+        limit: Callable[[int], int],
+    ) -> None:
+        nodes, device = tables.nodes, tables.own_id.device
+        self.tables, self.num_tokens, self.num_chunks = tables, num_tokens, num_chunks
+        # Token t is in chunk t * C // T, so chunk c begins at token ceil(c * T / C).
+        begins = [-(-num_tokens * chunk // num_chunks) for chunk in range(num_chunks + 1)]
+        chunk_sizes = [end - begin for begin, end in pairwise(begins)]
+        others = [int(node != nodes.node) for node in range(nodes.num_nodes)]
+        self.sizes_CN = [[limit(size) * other for other in others] for size in chunk_sizes]
+        # All tokens cross in order to a single other node: no row needs an index.
+        self._all_cross = nodes.num_nodes == 2 and list(map(sum, self.sizes_CN)) == chunk_sizes
+        sizes = torch.tensor(self.sizes_CN, dtype=torch.int64).flatten()
+        group_S = torch.arange(len(sizes)).repeat_interleave(sizes)
+        place_S = torch.arange(len(group_S)) - (sizes.cumsum(0) - sizes)[group_S]
+        self._sizes = sizes.to(device)
+        self._group_S, self._place_S = group_S.to(device), place_S.to(device)
+
+    def plan(self, routing: Routing) -> Crossing:
+        """Return the crossing of T tokens; ``routing`` has expert ids of all nodes."""
+        token_S = row_TN = is_used_S = None
+        if not self._all_cross:
+            num_nodes, num_rows = self.tables.nodes.num_nodes, len(self._group_S)
+            pairs, counts = _sort_rows(routing.topk_idx_TK, self.tables, num_chunks=self.num_chunks)
+            is_within = (counts <= self._sizes).all()
+            torch._assert_async(is_within, _TOO_MANY)  # pyright: ignore[reportPrivateImportUsage]
+            is_used_S = self._place_S < counts[self._group_S]
+            first = counts.cumsum(0) - counts
+            pair_S = pairs[(first[self._group_S] + self._place_S).clamp_max(len(pairs) - 1)]
+            token_S = pair_S // num_nodes
+            row = pairs.new_full((len(pairs) + 1,), num_rows)  # unused rows write the last element
+            index_S = torch.where(is_used_S, pair_S, len(pairs))
+            row.scatter_(0, index_S, torch.arange(num_rows, device=row.device))
+            row_TN = row[:-1].view(self.num_tokens, num_nodes)
+        return Crossing(
+            token_S=token_S,
+            row_TN=row_TN,
+            is_used_S=is_used_S,
+            send_CN=self.sizes_CN,
+            recv_CN=self.sizes_CN,
+        )

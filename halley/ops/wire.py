@@ -11,9 +11,9 @@ In this file, S is the number of rows that this rank sends, R of rows that it re
 C of rows that it sends in a chunk (in ``send_CN``: of chunks), and N the number of nodes.
 """
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Literal, final
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ WireDtype = Literal["", "float8"]
 _FLOAT8 = torch.float8_e4m3fn
 _GROUP = 128  # columns that share a scale, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2)
 _SMALLEST_MAX = 1e-20  # keeps the scale of a group of zeros above 0
+_FLOAT8_CAPABILITY = (8, 9)  # GPUs from Ada on convert to E4M3 in hardware, as Triton requires
 _PADDED_BITS = 5  # padding adds at most 1/16 of the rows, or 7 rows, so that few sizes occur
 
 
@@ -158,6 +159,20 @@ def _dequantize(codes: torch.Tensor, scale: torch.Tensor, *, dtype: torch.dtype)
     return (values * scale[:, :, None]).flatten(1).to(dtype)
 
 
+def _in_one_kernel(
+    convert: Callable[..., Any], rows: torch.Tensor, *args: Any, **options: Any
+) -> Any:
+    """Call ``_quantize`` or ``_dequantize``, compiled into one kernel on GPUs that have E4M3."""
+    if rows.is_cuda and torch.cuda.get_device_capability(rows.device) >= _FLOAT8_CAPABILITY:
+        convert = _compile(convert)
+    return convert(rows, *args, **options)
+
+
+@cache
+def _compile(convert: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(convert, dynamic=True, fullgraph=True)
+
+
 def _pad_rows(num_rows: int) -> int:
     """Round a row count up by at most 1/16 or 7 rows, so that few different sizes occur."""
     step = 1 << max(3, num_rows.bit_length() - _PADDED_BITS)
@@ -193,8 +208,11 @@ class _SendRows(torch.autograd.Function):
         token_S, rows = wire.crossing.token_S, x_TD
         if token_S is not None:
             words, rows = words.index_select(0, token_S), rows.index_select(0, token_S)
+        if wire.crossing.is_used_S is not None:  # unused rows have no experts
+            ids_SK = words[:, idx_TK.shape[1] :]
+            ids_SK.masked_fill_(~wire.crossing.is_used_S[:, None], DROPPED)
         if wire.dtype == "float8":
-            codes, scale = _quantize(rows)
+            codes, scale = _in_one_kernel(_quantize, rows)
             rows = codes.view(torch.uint8)  # bytes: not every backend can send float8
             words = torch.cat([words, _view(scale, torch.int32)], dim=1)
         sizes = wire.crossing.send_sizes
@@ -230,7 +248,7 @@ class _ReceiveRows(torch.autograd.Function):
         if wire.dtype == "float8":
             num_groups = x_RD.shape[1] // _GROUP
             scale = _view(words_RX[:, num_words - num_groups :], torch.float32)
-            x_RD = _dequantize(x_RD.view(_FLOAT8), scale, dtype=started.dtype)
+            x_RD = _in_one_kernel(_dequantize, x_RD.view(_FLOAT8), scale, dtype=started.dtype)
             x_RD = x_RD[:, : wire.hidden_size].contiguous()
         top_k = (num_words - num_groups) // 2
         weights_RK = _view(words_RX[:, :top_k], torch.float32)

@@ -73,10 +73,11 @@ def plan_graphs(
         stack.enter_context(torch._dynamo.config.patch(capture_scalar_outputs=True))
         names = strategies or ("functional",) * config.model.num_moe_layers
         place = {"groups": groups, "device": device}
-        functional = TraceableStrategy(groups.ep, tp_size=groups.tp_size)
-        layers = [
-            functional if name == "functional" else _FusedOperators(name, **place) for name in names
-        ]
+        traceable = {
+            name: TraceableStrategy(groups.ep, tp_size=groups.tp_size, deduplicated=deduplicated)
+            for name, deduplicated in (("functional", False), ("functional:deduplicated", True))
+        }
+        layers = [traceable.get(name) or _FusedOperators(name, **place) for name in names]
         _, step = compile_step(config, layers, backend=backend, options=options, **place)
         shape = (config.train.batch_size, config.data.seq_len)
         step(torch.zeros(shape, dtype=torch.int64, device=device))

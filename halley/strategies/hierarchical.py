@@ -24,8 +24,11 @@ With nodes of one rank this sends each token once to each destination rank: the 
 "deduplicated".
 """
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
+from math import comb
 from typing import final, get_args
 
 import torch
@@ -38,10 +41,14 @@ from halley.core.validation import check_choice
 from halley.cost.hardware import Predictor
 from halley.distributed.nodes import Nodes
 from halley.distributed.peers import all_gather_objects
-from halley.ops.crossing import Crossing, NodeTables, cross_all, plan_crossing
+from halley.ops.crossing import Crossing, FixedCrossing, NodeTables, plan_crossing
 from halley.ops.wire import Wire, WireDtype
 from halley.strategies.base import AbstractStrategy, Lockstep, PartRunner, check_inputs
 from halley.strategies.part_orders import SPLIT, Pipeline, list_tasks
+
+
+# Standard deviations of the tokens that cross: with few tokens, chance exceeds ``max_load``.
+_MARGIN = 6.0
 
 
 @final
@@ -51,9 +58,10 @@ class HierarchicalStrategy(AbstractStrategy):
     Args:
         nodes: the ranks of ``group``, as nodes of equal size.
         inner: the strategy over ``nodes.local``, for the experts of one node.
-        has_fixed_sizes: True sends every token to every node, in messages for the most tokens
-            that any rank has in the first call. The host reads no counts, so that a CUDA graph can
-            capture a layer. A later call with more tokens is an error.
+        max_load: if not 0, messages have fixed sizes, so the host reads no counts and a CUDA graph
+            can capture a layer. A message holds at most ``max_load`` times the tokens that cross
+            with balanced routing, for the most tokens of any rank in the first call. More tokens in
+            a later call are a ``ValueError``; more tokens that cross end the process.
         wire_dtype: "float8" sends the tokens of forward between nodes in 8 bits, which costs
             accuracy; "" sends them as they are. Sums and gradients always cross as they are.
     """
@@ -66,7 +74,7 @@ class HierarchicalStrategy(AbstractStrategy):
         inner: AbstractStrategy,
         recorder: Recorder,
         pipeline: Pipeline = SPLIT,
-        has_fixed_sizes: bool = False,
+        max_load: float = 0.0,
         wire_dtype: WireDtype = "",
     ) -> None:
         check_choice(wire_dtype, get_args(WireDtype), name="wire_dtype")
@@ -74,9 +82,9 @@ class HierarchicalStrategy(AbstractStrategy):
         self.group, self.nodes = group, nodes
         self.inner, self.recorder = inner, recorder
         self.pipeline, self.tp_size = pipeline, inner.tp_size
-        self.has_fixed_sizes = has_fixed_sizes
+        self.max_load = max_load
         self._tables: dict[int, NodeTables] = {}  # by number of experts per node
-        self._fixed: dict[tuple[object, ...], tuple[int, Crossing]] = {}  # by kind of layer
+        self._fixed: dict[tuple[object, ...], FixedCrossing] = {}  # by kind of layer
         self._lockstep = Lockstep("hierarchical", group=group, tp_size=self.tp_size)
 
     @property
@@ -114,7 +122,7 @@ class HierarchicalStrategy(AbstractStrategy):
             made = NodeTables(nodes, num_experts=num_experts, device=x_TD.device)
             self._tables[num_experts] = made
         tables, num_tokens = self._tables[num_experts], x_TD.shape[0]
-        if self.has_fixed_sizes:
+        if self.max_load:
             x_TD, routing, crossing = self._pad_tokens(x_TD, routing, tables)
         else:
             with recorder.span("route"):
@@ -144,9 +152,14 @@ class HierarchicalStrategy(AbstractStrategy):
         if kind not in self._fixed:
             operation = "the first call with fixed sizes"
             most = max(all_gather_objects(num_tokens, group=self.group, operation=operation))
-            num_chunks = self.pipeline.num_chunks
-            self._fixed[kind] = most, cross_all(tables, num_tokens=most, num_chunks=num_chunks)
-        most, crossing = self._fixed[kind]
+            self._fixed[kind] = FixedCrossing(
+                tables,
+                num_tokens=most,
+                num_chunks=self.pipeline.num_chunks,
+                limit=partial(self._limit_rows, tables=tables, top_k=idx_TK.shape[1]),
+            )
+        fixed = self._fixed[kind]
+        most = fixed.num_tokens
         if num_tokens > most:
             raise ValueError(
                 f"num_tokens ({num_tokens}) must be at most {most}, the largest number of the "
@@ -156,7 +169,16 @@ class HierarchicalStrategy(AbstractStrategy):
             pad = (0, 0, 0, most - num_tokens)
             x_TD = F.pad(x_TD, pad)
             idx_TK, weights_TK = F.pad(idx_TK, pad, value=DROPPED), F.pad(weights_TK, pad)
-        return x_TD, Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK), crossing
+        routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK)
+        return x_TD, routing, fixed.plan(routing)
+
+    def _limit_rows(self, num_tokens: int, *, tables: NodeTables, top_k: int) -> int:
+        """Return the most tokens of a chunk that may cross to one other node."""
+        here = tables.num_experts
+        total = here * self.nodes.num_nodes
+        share = 1 - comb(total - here, top_k) / comb(total, top_k)
+        mean, deviation = num_tokens * share, math.sqrt(num_tokens * share * (1 - share))
+        return min(num_tokens, math.ceil(max(self.max_load * mean, mean + _MARGIN * deviation)))
 
     def _count_experts(self, experts: Experts) -> int:
         return experts.num_local_experts * self.nodes.ranks_per_node // self.tp_size

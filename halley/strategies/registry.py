@@ -3,7 +3,8 @@
 A name is one of ``STRATEGIES``, optionally with a variant. "fused:recompute" and "unfused:inputs"
 select the activations that are saved for backward. "chunked:4" sets the number of chunks.
 "hierarchical:8" sets the ranks of a node. "hierarchical:float8" and "deduplicated:float8" send
-tokens in 8 bits between nodes; "hierarchical:8:float8" does both.
+tokens in 8 bits between nodes; "hierarchical:8:float8" does both. "functional:deduplicated" sends a
+token once to each rank that has any of its experts.
 """
 
 from collections.abc import Sequence
@@ -62,6 +63,7 @@ class _Choice:
     num_chunks: int = 0
     ranks_per_node: int = 0
     wire_dtype: WireDtype = ""
+    deduplicated: bool = False
 
 
 def check_strategy(name: str) -> None:
@@ -83,13 +85,16 @@ def _parse(name: str) -> _Choice:
         return choice
     if choice.kind in _FUSED and option in get_args(Save):
         return replace(choice, save=cast(Save, option))
+    if choice.kind == "functional" and option == "deduplicated":
+        return replace(choice, deduplicated=True)
     number = int(option) if option.isascii() and option.isdecimal() else 0
     if choice.kind == "chunked" and number:
         return replace(choice, num_chunks=number)
     if choice.kind == "hierarchical" and number:
         return replace(choice, ranks_per_node=number)
     variants = [f"{kind}:{save}" for kind in _FUSED for save in get_args(Save)]
-    variants += ["hierarchical:<ranks of a node>", "hierarchical:float8", "deduplicated:float8"]
+    variants += ["functional:deduplicated", "hierarchical:<ranks of a node>"]
+    variants += ["hierarchical:float8", "deduplicated:float8"]
     listed = ", ".join([names, "chunked:<number>", *variants])
     raise ValueError(f"strategy ({show_name(name)}) must be one of {listed}")
 
@@ -135,7 +140,7 @@ def build_strategy(
     if choice.kind == "all_gather":
         return AllGatherStrategy(group, **shared)
     if choice.kind == "functional":
-        return TraceableStrategy(group, tp_size=tp_size)
+        return TraceableStrategy(group, tp_size=tp_size, deduplicated=choice.deduplicated)
     options = {**shared, "device": device, "max_load": max_load, "timeout_s": timeout_s}
     if choice.kind in ("deduplicated", "hierarchical"):
         return _build_hierarchical(name, group, options)
@@ -199,7 +204,7 @@ def build_pipelines(
             inner=inner,
             recorder=recorder,
             pipeline=pipeline,
-            has_fixed_sizes=max_load > 0,
+            max_load=max_load,
             wire_dtype=choice.wire_dtype,
         )
         for pipeline in PIPELINES
@@ -235,8 +240,7 @@ def _build_auto(group: dist.ProcessGroup | None, options: dict[str, Any]) -> Aut
     candidates = {name: build_strategy(name, group, **options) for name in names}
     if "fused" in names and options["tp_size"] == 1 < num_ranks:
         # "hierarchical" is left out: it creates process groups, a collective of the whole job.
-        # ``max_load`` is not passed on: with fixed sizes, every token would cross to every rank.
-        where = {key: options[key] for key in ("recorder", "device", "timeout_s")}
+        where = {key: options[key] for key in ("recorder", "device", "max_load", "timeout_s")}
         nodes = Nodes(node=rank, num_nodes=num_ranks)
         pipelines = build_pipelines("deduplicated", group, nodes=nodes, **where)
         across_hosts |= {f"deduplicated {name}": each for name, each in pipelines.items()}

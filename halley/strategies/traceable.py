@@ -13,7 +13,15 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 
 from halley.core.routing import route_to_shards
-from halley.core.types import Experts, LayerShape, Routing, Task, check_routing, check_tp_size
+from halley.core.types import (
+    DROPPED,
+    Experts,
+    LayerShape,
+    Routing,
+    Task,
+    check_routing,
+    check_tp_size,
+)
 from halley.cost.hardware import Predictor
 from halley.distributed.peers import Collective, rank_and_size
 from halley.ops.expert_rows import apply_experts, expert_gemm, find_alignment_problem
@@ -37,16 +45,27 @@ class TraceableStrategy(AbstractStrategy):
 
     To compile a model in one graph, set ``torch._dynamo.config.capture_scalar_outputs``, as
     ``halley.compile`` does. With ``fixed_sizes``, a rank sends ``capacity`` rows to each expert, so
-    the host reads no counts. Then routers need a capacity, the same on all ranks.
+    the host reads no counts. Then routers need a capacity, the same on all ranks. With
+    ``deduplicated``, a token crosses once to each rank that has any of its experts, and one partial
+    sum returns; it excludes ``fixed_sizes``.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, *, tp_size: int = 1, fixed_sizes: bool = False
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        tp_size: int = 1,
+        fixed_sizes: bool = False,
+        deduplicated: bool = False,
     ) -> None:
+        if fixed_sizes and deduplicated:
+            raise ValueError("fixed_sizes (True) must be False with deduplicated")
         self.ep_size = rank_and_size(group)[1]
         check_tp_size(tp_size, num_ranks=self.ep_size)
         self.group, self.tp_size, self._fixed_sizes = group, tp_size, fixed_sizes
-        self._lockstep = Lockstep("functional", group=group, tp_size=tp_size)
+        self._deduplicated = deduplicated
+        name = "functional:deduplicated" if deduplicated else "functional"
+        self._lockstep = Lockstep(name, group=group, tp_size=tp_size)
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         num_local = experts.num_local_experts
@@ -60,6 +79,8 @@ class TraceableStrategy(AbstractStrategy):
         self._lockstep.begin(x_TD, experts, **(capacity if self._fixed_sizes else {}))
         if self._fixed_sizes:
             return self._lockstep.end(self._run_fixed(x_TD, routing, experts))
+        if self._deduplicated:
+            return self._lockstep.end(self._run_deduplicated(x_TD, routing, experts))
         idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
 
         slots_N, counts_E = sort_slots(idx_TK, num_experts)
@@ -97,6 +118,41 @@ class TraceableStrategy(AbstractStrategy):
         y_ND = MoveRows.apply(y_RD, *places[2:], *places[:2])
         weights_TK1 = routing.topk_weights_TK.to(x_TD.dtype).unsqueeze(2)
         return (y_ND.view(*idx_TK.shape, -1) * weights_TK1).sum(1)
+
+    def _run_deduplicated(
+        self, x_TD: torch.Tensor, routing: Routing, experts: Experts
+    ) -> torch.Tensor:
+        """Run the layer with one row for each (token, rank) pair; S is the number of rows sent."""
+        idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
+        num_local, ep_size, top_k = experts.num_local_experts, self.ep_size, idx_TK.shape[1]
+        rank_W = torch.arange(ep_size, device=idx_TK.device)
+        local_TWK = idx_TK[:, None, :] - (rank_W * num_local)[:, None]
+        is_there_TWK = (local_TWK >= 0) & (local_TWK < num_local)
+        rank_TW = rank_W.where(is_there_TWK.any(2), DROPPED)
+        slots_N, rows_W = sort_slots(rank_TW, ep_size)
+        sent_W2 = torch.stack([rows_W, is_there_TWK.sum((0, 2))], dim=1)  # rows, slots of experts
+        received_W2 = self._exchange("route", sent_W2)
+        sent, received = _read_splits(
+            *(each.t().reshape(2 * ep_size, 1) for each in (sent_W2, received_W2))
+        )
+        send_splits, recv_splits = sent[:ep_size], received[:ep_size]
+
+        # Each row has its token, and the weights and local ids of its slots as float32 values.
+        local_TWK = local_TWK.where(is_there_TWK, DROPPED)
+        words = [weights_TK.float()[:, None].expand(local_TWK.shape), local_TWK.float()]
+        rows_SD = gather_rows(x_TD, slots_N, sum(send_splits), ep_size)
+        words_SX = gather_rows(torch.cat(words, 2).flatten(0, 1), slots_N, sum(send_splits), 1)
+        x_RD = self._exchange("dispatch", rows_SD, send_splits, recv_splits)
+        words_RX = self._exchange("dispatch of routing", words_SX, send_splits, recv_splits)
+        weights_RK, ids_RK = words_RX.split(top_k, dim=1)
+
+        slots_N2, counts_L = sort_slots(ids_RK.long(), num_local)
+        x_ND = gather_rows(x_RD, slots_N2, sum(received[ep_size:]), top_k)
+        ends_L = counts_L.cumsum(0).int()
+        y_ND = apply_experts(x_ND, experts, ends_L=ends_L, gemm=expert_gemm)
+        y_RD = combine_rows(y_ND, slots_N2, weights_RK)
+        returned_SD = self._exchange("combine", y_RD, recv_splits, send_splits)
+        return combine_rows(returned_SD, slots_N, weights_TK.new_ones(rank_TW.shape))
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
         return "experts have biases" if experts.up_bias_LG is not None else ""

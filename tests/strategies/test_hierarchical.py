@@ -1,6 +1,7 @@
 """Strategy across nodes: values of the reference, rows on the network, and wrong meshes."""
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any, cast
 from unittest import mock
@@ -24,6 +25,7 @@ from tests.strategies.layer_case import (
     LayerCase,
     assert_same,
     check_values,
+    local_experts_of,
     make_tokens,
     run_forward,
     train,
@@ -96,13 +98,14 @@ def test_values_of_other_layers(run_ranks: RunRanks, case: LayerCase, ranks_per_
 def _check_fixed(rank: int, num_ranks: int, cases: list[LayerCase], ranks_per_node: int) -> None:
     for case, pipeline in itertools.product(cases, PIPELINES):
         strategy = _build(
-            "sequential", ranks_per_node=ranks_per_node, pipeline=pipeline, has_fixed_sizes=True
+            "sequential", ranks_per_node=ranks_per_node, pipeline=pipeline, max_load=1.1
         )
         fewer = replace(case, num_tokens_W=tuple(count // 2 for count in case.num_tokens_W))
         for each in (case, fewer):
             check_values(train(strategy.forward, each, rank), each, rank)
-    more = replace(cases[-1], num_tokens_W=(40,) * num_ranks)
-    with pytest.raises(ValueError, match=r"num_tokens \(40\) must be at most 14, the largest"):
+    most = max(cases[-1].num_tokens_W)
+    more = replace(cases[-1], num_tokens_W=(most + 1,) * num_ranks)
+    with pytest.raises(ValueError, match=rf"num_tokens \({most + 1}\) must be at most {most}, the"):
         train(strategy.forward, more, rank)
 
 
@@ -110,8 +113,39 @@ def _check_fixed(rank: int, num_ranks: int, cases: list[LayerCase], ranks_per_no
 def test_fixed_sizes_give_the_same_values_and_limit_the_tokens(
     run_ranks: RunRanks, num_ranks: int, ranks_per_node: int
 ) -> None:
+    """With 14 tokens a message has a row for each token, with 300 it has fewer rows."""
     case = LayerCase(num_tokens_W=(9, 14, 5, 0)[:num_ranks], num_experts=4 * num_ranks, top_k=2)
-    run_ranks(_check_fixed, num_ranks, [case, replace(case, top_k=4, dropped=0.3)], ranks_per_node)
+    many = replace(case, num_tokens_W=(300, 120, 0, 9)[:num_ranks], dropped=0.1)
+    cases = [case, replace(case, top_k=4, dropped=0.3), many]
+    run_ranks(_check_fixed, num_ranks, cases, ranks_per_node)
+
+
+def _cross_too_often(rank: int, num_ranks: int) -> int:
+    """Let balanced tokens cross, then all tokens; return how many balanced ones were sent."""
+    strategy = _build("sequential", ranks_per_node=1, max_load=1.1, pipeline=PIPELINES[0])
+    case = LayerCase(num_tokens_W=(1000, 1000))
+    run_forward(strategy.forward, case, rank)
+    num_bytes = strategy.recorder.sent_bytes
+    x_TD, routing, _ = make_tokens(case, rank)
+    elsewhere = Routing(
+        topk_idx_TK=torch.tensor([[4, 5]]).expand(1000, 2) - 4 * rank,
+        topk_weights_TK=routing.topk_weights_TK,
+    )
+    own = local_experts_of(case, rank)
+    with pytest.raises(
+        RuntimeError, match="more tokens have experts in another node than max_load"
+    ):
+        strategy.forward(x_TD, elsewhere, own)
+    return num_bytes
+
+
+def test_max_load_bounds_the_rows_that_cross(run_ranks: RunRanks) -> None:
+    """With top 2 of 8 experts, 22/28 of 1000 tokens cross; a message has 1.1 times as many rows.
+
+    A row is sent as 24 columns of 4 bytes, 2 weights and 2 ids, and its sum returns.
+    """
+    rows = math.ceil(1.1 * 1000 * 22 / 28)
+    assert run_ranks(_cross_too_often, 2) == [rows * (2 * 24 * 4 + 2 * 2 * 4)] * 2
 
 
 def _differ(rank: int, num_ranks: int) -> None:

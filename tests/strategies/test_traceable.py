@@ -3,15 +3,24 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from halley.core.config import MoEConfig, RouterConfig
 from halley.distributed.mesh import build_groups
 from halley.moe.layer import MoELayer
 from halley.strategies.traceable import TraceableStrategy, find_one_rank_problem, run_on_one_rank
-from tests.strategies.layer_case import LayerCase, check_values, make_experts, make_inputs, train
+from tests.strategies.layer_case import (
+    LayerCase,
+    check_values,
+    make_experts,
+    make_inputs,
+    make_tokens,
+    train,
+)
 from tests.strategies.test_values import check_layers
 
 
@@ -28,6 +37,42 @@ CASES = {
 def test_values_on_two_ranks_and_on_one(run_ranks) -> None:
     run_ranks(check_layers, 2, list(CASES.values()), "functional")
     run_ranks(check_layers, 1, [LayerCase(num_tokens_W=(9,))], "functional")
+
+
+def _check_deduplicated(rank: int, num_ranks: int, cases: list[LayerCase]) -> None:
+    """Compare values with the reference, and the rows sent with the (token, rank) pairs."""
+    sent: list[int] = []
+    exchange = TraceableStrategy._exchange
+
+    def counted(self: Any, name: str, rows: torch.Tensor, *splits: Any) -> torch.Tensor:
+        if name == "dispatch":
+            sent.append(len(rows))
+        return exchange(self, name, rows, *splits)
+
+    for case in cases:
+        strategy = TraceableStrategy(dist.group.WORLD, tp_size=case.tp_size, deduplicated=True)
+        with mock.patch.object(TraceableStrategy, "_exchange", counted):
+            check_values(train(strategy.forward, case, rank), case, rank)
+        idx_TK = make_tokens(case, rank)[1].topk_idx_TK
+        experts_per_group = case.num_experts * case.tp_size // num_ranks
+        chosen = [set((row[row >= 0] // experts_per_group).tolist()) for row in idx_TK]
+        assert sent.pop() == sum(map(len, chosen)) * case.tp_size, case
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_deduplicated_rows_have_the_values_of_the_reference(run_ranks, num_ranks: int) -> None:
+    cases = [*CASES.values(), LayerCase(num_tokens_W=(9, 5), tp_size=2, top_k=3, dropped=0.2)]
+    if num_ranks == 4:
+        wide = LayerCase(num_tokens_W=(9, 5, 14, 0), num_experts=16, top_k=8)
+        cases = [wide, replace(wide, top_k=2, tp_size=2)]
+    if num_ranks == 1:
+        cases = [LayerCase(num_tokens_W=(9,))]
+    run_ranks(_check_deduplicated, num_ranks, cases)
+
+
+def test_deduplicated_rows_have_no_fixed_sizes() -> None:
+    with pytest.raises(ValueError, match=r"fixed_sizes \(True\) must be False with deduplicated"):
+        TraceableStrategy(None, fixed_sizes=True, deduplicated=True)
 
 
 def _fixed_equals_exact(rank: int, num_ranks: int, router: RouterConfig, top_k: int) -> list[bool]:

@@ -45,6 +45,23 @@ def test_passes_change_no_step_and_plan_by_measured_times(run_ranks, tmp_path: P
         run_ranks(_take_steps, 2, measured, timeout_s=120.0)
 
 
+def test_deduplicated_rows_train_with_passes(run_ranks, tmp_path: Path) -> None:
+    """One graph without a break; passes change no bit, and the loss is that of other rows."""
+    config = make_config(write_text(tmp_path), model=dataclasses.replace(SMALL, num_layers=1))
+    losses: dict[str, list[float]] = {}
+    for strategy, passes in (
+        ("functional", "none"),
+        ("functional:deduplicated", "none"),
+        ("functional:deduplicated", "wgrad"),
+    ):
+        run = dataclasses.replace(config, strategy=strategy, passes=passes)
+        steps = run_ranks(_take_steps, 2, run, timeout_s=120.0)[0]
+        losses[f"{strategy} {passes}"] = [step.loss for step in steps]
+    plain, none, wgrad = losses.values()
+    assert none == wgrad
+    assert none == pytest.approx(plain, rel=1e-5)
+
+
 def test_where_measured_times_are(tmp_path: Path) -> None:
     config = make_config(write_text(tmp_path))
     wanted = [("auto", "cpu", ""), ("times.jsonl", "cpu", "times.jsonl"), ("", "cuda", "")]
