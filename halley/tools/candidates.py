@@ -191,19 +191,27 @@ def _triton_gemms(counts_L: torch.Tensor, tensors: LayerTensors) -> Callable[[],
     return run
 
 
-def measure_link(groups: ParallelGroups, *, device: torch.device) -> float:
-    """Measure the bytes/s that a rank sends in an all-to-all; 0 for a single rank. Collective."""
+def measure_link(
+    groups: ParallelGroups, *, device: torch.device, copies_own: bool = False
+) -> float:
+    """Measure the bytes/s that a rank sends in an all-to-all; 0 for a single rank. Collective.
+
+    With ``copies_own``, each rank also sends itself a part, as the all-to-alls of "sequential" do.
+    The copy is not counted, but it takes time in the same NCCL channels.
+    """
     if groups.ep is None:
         return 0.0
-    num_bytes = _PROBE_BYTES[device.type]
-    sent = torch.empty(groups.ep_size * num_bytes, dtype=torch.uint8, device=device).random_()
+    splits = [_PROBE_BYTES[device.type]] * groups.ep_size
+    if not copies_own:
+        splits[groups.ep_rank] = 0
+    sent = torch.empty(sum(splits), dtype=torch.uint8, device=device).random_()
     received = torch.empty_like(sent)
 
     def exchange() -> None:
-        dist.all_to_all_single(received, sent, group=groups.ep)
+        dist.all_to_all_single(received, sent, splits, splits, group=groups.ep)
 
     timing = time_interleaved({"link": exchange}, device=device, group=groups.ep)["link"]
-    return (groups.ep_size - 1) * num_bytes / (timing.median_us * 1e-6)
+    return (groups.ep_size - 1) * _PROBE_BYTES[device.type] / (timing.median_us * 1e-6)
 
 
 def wire_us(tensors: LayerTensors, *, link_bytes_per_s: float) -> float:

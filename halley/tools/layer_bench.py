@@ -316,6 +316,8 @@ def measure_layers(
     machine = machine_keys(groups, device=device, commit=commit)
     machine |= {"case": case_name, "link": _link_name(device)}
     machine |= {"link_gb_per_s": round(link / 1e9, 2) or None}
+    with_own = measure_link(groups, device=device, copies_own=True)
+    machine |= {"all_to_all_gb_per_s": round(with_own / 1e9, 2) or None}
     rows: list[Row] = []
     where = {"groups": groups, "recorder": Recorder(device, enabled=False), "device": device}
     bench = partial(bench_layer, link_bytes_per_s=link, num_samples=num_samples, **where)
