@@ -29,6 +29,7 @@ from halley.ops.exchange import Exchange
 WireDtype = Literal["", "float8"]
 _FLOAT8 = torch.float8_e4m3fn
 _GROUP = 128  # columns that share a scale, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2)
+FLOAT8_BYTES = 1 + 4 / _GROUP  # bytes of a value of "float8" with its part of the float32 scale
 _SMALLEST_MAX = 1e-20  # keeps the scale of a group of zeros above 0
 _FLOAT8_CAPABILITY = (8, 9)  # GPUs from Ada on convert to E4M3 in hardware, as Triton requires
 _PADDED_BITS = 5  # padding adds at most 1/16 of the rows, or 7 rows, so that few sizes occur

@@ -48,7 +48,7 @@ from halley.ops.expert_rows import (
     invert_permutation,
     reorder_rows,
 )
-from halley.strategies.base import AbstractStrategy, Lockstep, check_inputs, experts_us
+from halley.strategies.base import BESIDE, AbstractStrategy, Lockstep, check_inputs, experts_us
 
 
 # Type of a function that returns the expert output of each row, (R, D). Its arguments are rows
@@ -329,6 +329,12 @@ def all_to_all_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int
         moved = rows * size / num_local
         exchange_us.append(predictor.all_to_all_us(moved * row_bytes * (1 - 1 / shape.ep_size)))
         experts.append(experts_us(shape, predictor, num_rows=moved, num_groups=size))
+    # Beside the experts of a chunk run the dispatch of the next and the combine of the one before.
+    beside = [sum(exchange_us[max(c - 1, 0) : c + 2]) - exchange_us[c] for c in range(num_chunks)]
+    experts = [
+        (forward + BESIDE * min(forward, us), backward + BESIDE * min(backward, us))
+        for (forward, backward), us in zip(experts, beside, strict=True)
+    ]
     # Autograd concatenates the weight gradients of several chunks: count the time of the copy.
     num_weights = num_local * (shape.up_size + shape.intermediate_size) * shape.hidden_size
     concat_us = predictor.memory_us(2.0 * num_weights * shape.itemsize) if is_split else 0.0

@@ -15,6 +15,8 @@ from halley.cost.hardware import Predictor
 from halley.distributed.peers import Collective, compare_ranks, name_ranks, time_limit
 
 
+# Part of the time of communication that is added to a GEMM beside it: communication occupies SMs.
+BESIDE = 0.37  # fitted: docs/predictions.md
 _EAGER = 1.06  # time of torch's grouped GEMM / time of Halley's kernels: docs/predictions.md
 FUSED_CAPABILITY = (9, 0)  # Hopper: the kernels use the Tensor Memory Accelerator (TMA)
 PartRunner = Callable[[torch.Tensor, Routing], torch.Tensor]

@@ -28,6 +28,7 @@ from halley.fused.passes import LayerCall
 from halley.interpreter import INTERPRETED
 from halley.ops.kernels.launch import is_aligned
 from halley.strategies.base import (
+    BESIDE,
     FUSED_CAPABILITY,
     AbstractStrategy,
     PartRunner,
@@ -44,8 +45,8 @@ _MAX_RANKS = 31  # kernels keep sets of ranks as bits of an int32
 _MAX_EXPERTS = 2**15 - 1  # kernels pack an expert id with 16 other bits into an int32
 _MAX_TOP_K = 64
 # For predictions (docs/predictions.md): time of send-buffer copy / plain copy, rate of stores to
-# peers / NCCL, SM time / communication time; number of host operations in forward, in backward.
-_PUBLISH, _PUSH, _BESIDE, _NUM_OPS, _NUM_BACKWARD_OPS = 3.0, 1.1, 0.37, 3, 9
+# peers / NCCL; number of host operations in forward, in backward.
+_PUBLISH, _PUSH, _NUM_OPS, _NUM_BACKWARD_OPS = 3.0, 1.1, 3, 9
 _ROW_ALIGNMENT = 16  # bytes, required by TMA for each row
 _DTYPES = {
     "cpu": (torch.float32, torch.float16, torch.bfloat16),
@@ -258,7 +259,7 @@ def fused_tasks(
     publish_us = _PUBLISH * predictor.memory_us(2.0 * shape.num_tokens * row_bytes)
     plan_us = hardware.link_latency_us + _NUM_OPS * hardware.eager_us
     link_us = crossings * row_bytes / (_PUSH * hardware.link_bytes_per_s) * 1e6
-    beside_us = _BESIDE * link_us if fused else 0.0
+    beside_us = BESIDE * link_us if fused else 0.0
     expand_us = predictor.memory_us(2.0 * rows * row_bytes) / ranks  # copy own tokens to rows
     sum_us = predictor.memory_us((rows + 2.0 * crossings + shape.num_tokens) * row_bytes)
     # Task 0 of the fused first GEMM has the rows of this rank, which do not cross the link.

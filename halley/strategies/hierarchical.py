@@ -103,7 +103,7 @@ class HierarchicalStrategy(AbstractStrategy):
             return self.inner.tasks(shape, predictor)
         return list_tasks(
             shape, predictor, num_nodes=self.nodes.num_nodes, inner=self.inner.tasks,
-            pipeline=self.pipeline,
+            pipeline=self.pipeline, wire_dtype=self.wire_dtype,
         )  # fmt: skip
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:

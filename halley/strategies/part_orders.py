@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from halley.core.types import LayerShape, Task
 from halley.cost.hardware import Predictor
+from halley.ops.wire import FLOAT8_BYTES, WireDtype
 from halley.strategies.base import comm_task, compute_task, share_of_tokens
 
 
@@ -46,11 +47,18 @@ PIPELINES = (
 
 
 def list_tasks(
-    shape: LayerShape, predictor: Predictor, *, num_nodes: int, inner: ListTasks, pipeline: Pipeline
+    shape: LayerShape,
+    predictor: Predictor,
+    *,
+    num_nodes: int,
+    inner: ListTasks,
+    pipeline: Pipeline,
+    wire_dtype: WireDtype = "",
 ) -> list[Task]:
     """Return the simulator tasks of a layer across nodes with balanced routing.
 
-    ``inner`` returns the tasks of the experts of one node, for a shape of that node.
+    ``inner`` returns the tasks of the experts of one node, for a shape of that node. Forward sends
+    tokens in ``wire_dtype``.
     """
     per_node = shape.num_experts // num_nodes
     crossings = shape.num_tokens * (num_nodes - 1)
@@ -58,6 +66,8 @@ def list_tasks(
     row_bytes = shape.hidden_size * shape.itemsize
     num_chunks = pipeline.num_chunks
     crossing_us = predictor.network_us(crossings * row_bytes / num_chunks)
+    token_bytes = shape.hidden_size * FLOAT8_BYTES if wire_dtype == "float8" else row_bytes
+    tokens_us = predictor.network_us(crossings * token_bytes / num_chunks)
     add_us = predictor.memory_us((2.0 * crossings + 3.0 * shape.num_tokens) * row_bytes, num_ops=2)
     route_us = predictor.memory_us(16.0 * shape.num_tokens * shape.top_k, num_ops=16)
     route_us += predictor.hardware.link_latency_us + predictor.hardware.read_us
@@ -71,8 +81,8 @@ def list_tasks(
     for backward in (False, True):
         listed += _list_pass(
             [part[backward] for part in parts], chunks=[part.chunk for part in pipeline.parts],
-            crossing_us=crossing_us, add_us=add_us, after=listed[-1].name,
-            suffix=".backward" if backward else "",
+            dispatch_us=crossing_us if backward else tokens_us, combine_us=crossing_us,
+            add_us=add_us, after=listed[-1].name, suffix=".backward" if backward else "",
         )  # fmt: skip
     weights = _list_part(shape, 1.0, predictor, num_nodes, inner)[2]  # weight gradients, all rows
     weights_us = sum(task.duration_us for task in weights)
@@ -97,8 +107,8 @@ def _list_part(
 
 
 def _list_pass(
-    parts: list[list[Task]], *, chunks: list[int | None], crossing_us: float, add_us: float,
-    after: str, suffix: str,
+    parts: list[list[Task]], *, chunks: list[int | None], dispatch_us: float, combine_us: float,
+    add_us: float, after: str, suffix: str,
 ) -> list[Task]:  # fmt: skip
     """Return simulator tasks of forward or backward: parts, overlapped exchanges, final sum.
 
@@ -107,7 +117,7 @@ def _list_pass(
     listed: list[Task] = []
     for chunk in chunks:
         if chunk is not None:
-            listed.append(comm_task(f"rail.dispatch{suffix}.{chunk}", crossing_us, needs=after))
+            listed.append(comm_task(f"rail.dispatch{suffix}.{chunk}", dispatch_us, needs=after))
     last = returned = after
     for index, (part, chunk) in enumerate(zip(parts, chunks, strict=True)):
         needs = after if chunk is None else f"rail.dispatch{suffix}.{chunk}"
@@ -115,7 +125,7 @@ def _list_pass(
         last = listed[-1].name
         if chunk is not None:
             returned = f"rail.combine{suffix}.{chunk}"
-            listed.append(comm_task(returned, crossing_us, needs=last))
+            listed.append(comm_task(returned, combine_us, needs=last))
     return [*listed, compute_task(f"add{suffix}", add_us, needs=tuple({returned, last}))]
 
 

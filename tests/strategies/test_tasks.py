@@ -26,7 +26,8 @@ SHAPE = LayerShape(
 )
 # A link that takes no time, and a link so slow that communication takes most of the time.
 FREE = dataclasses.replace(H200, link_bytes_per_s=1e30, link_latency_us=0.0)
-SLOW = dataclasses.replace(H200, link_bytes_per_s=60e9)
+SLOW = dataclasses.replace(H200, link_bytes_per_s=14e9)
+FAST = dataclasses.replace(H200, link_bytes_per_s=1e12)
 INSTANT_HOST = dataclasses.replace(H200, eager_us=0.0, collective_us=0.0, read_us=0.0)
 # A token has two of 32 experts, and a rank has 8: 24 * 23 of 32 * 31 pairs are on other ranks.
 PUSH_US = 8192 * 3 * (1 - 24 * 23 / (32 * 31)) * 8192 / (1.1 * H200.link_bytes_per_s) * 1e6
@@ -77,6 +78,14 @@ def test_next_chunk_is_exchanged_while_one_computes() -> None:
         assert spans[f"dispatch.{c + 1}"].start_us < spans[f"experts.{c}"].end_us
         assert spans[f"combine.{c}"].start_us < spans[f"experts.{c + 1}"].end_us
     assert makespan_us(_tasks(4, SLOW)) < makespan_us(_tasks(1, SLOW))
+
+
+def test_communication_beside_the_experts_slows_them_down() -> None:
+    """Two exchanges run beside the experts of an inner chunk, one beside those of the outer ones."""
+    durations = {task.name: task.duration_us for task in _tasks(4, FAST)}
+    assert durations["dispatch.0"] < durations["experts.0"] / 2
+    added_us = durations["experts.1"] - durations["experts.0"]
+    assert added_us == pytest.approx(0.37 * durations["dispatch.0"])
 
 
 def test_chunks_are_chosen_for_slow_communication_only() -> None:
