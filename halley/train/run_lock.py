@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,7 +45,8 @@ def run_lock(folder: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]
 
         def renew() -> None:
             while not ended.wait(RENEW_S):
-                os.utime(descriptor)
+                with suppress(OSError):  # a file system that is away for a while: try again
+                    os.utime(descriptor)
 
         thread = threading.Thread(target=renew, name="halley-lock", daemon=True)
         thread.start()
@@ -96,9 +97,9 @@ def _in_use(path: Path, owner: dict[str, Any]) -> ValueError:
     name = "another process"
     if owner:
         pid, host, started = (owner.get(key, "?") for key in ("pid", "host", "started"))
-        name = f"process {pid} on host {host}, started {started}"
+        name = f"process {pid} on host {host}, started {started},"
     return ValueError(
-        f"output ({path.parent}) must not be in use by another run: {name}, is training in it"
+        f"output ({path.parent}) must not be in use by another run: {name} is training in it"
     )
 
 

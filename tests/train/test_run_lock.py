@@ -96,3 +96,21 @@ def test_a_link_is_no_lock_file(tmp_path: Path):
     with pytest.raises(ValueError, match=message), run_lock(tmp_path):
         pass
     assert (tmp_path / "other").read_text() == "keep"
+
+
+def test_a_renewal_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without it, one error of a network file system would let a run on another host begin."""
+    monkeypatch.setattr(module, "RENEW_S", 0.05)
+    failures, utime = [OSError("stale file handle")] * 2, os.utime
+
+    def fail_twice(descriptor: int) -> None:
+        if failures:
+            raise failures.pop()
+        utime(descriptor)
+
+    monkeypatch.setattr(module.os, "utime", fail_twice)
+    with run_lock(tmp_path):
+        created_ns = (tmp_path / "run.lock").stat().st_mtime_ns
+        time.sleep(0.5)
+        assert not failures
+        assert (tmp_path / "run.lock").stat().st_mtime_ns > created_ns
