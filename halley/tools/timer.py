@@ -119,11 +119,13 @@ def measure_waits(
     """
     samples: list[float | None] = []
     recorder.enabled = True
-    for _ in range(_NUM_WAIT_SAMPLES):
-        recorder.collect()
-        run()
-        samples.append(waited_us(recorder.collect()))
-    recorder.enabled = False
+    try:
+        for _ in range(_NUM_WAIT_SAMPLES):
+            recorder.collect()
+            run()
+            samples.append(waited_us(recorder.collect()))
+    finally:
+        recorder.enabled = False
     known = [sample for sample in samples if sample is not None]
     typical_us = statistics.median(known) if known else -1.0
     (slowest_us,) = max_over_ranks([typical_us], device=device, group=group)
