@@ -48,11 +48,18 @@ def _compare_models(rank: int, num_ranks: int) -> None:
     for name, value in want.items():
         assert relative_error(fused[name], value) <= TOLERANCE, name
         assert torch.equal(checkpointed[name], fused[name]), name
+    for strategy in ("deduplicated", "hierarchical:1"):
+        across = _train(groups, strategy=strategy)
+        for name, value in want.items():
+            assert relative_error(across[name], value) <= TOLERANCE, (strategy, name)
     destroy(groups)
 
 
 def test_models_have_equal_losses_and_gradients(run_ranks: RunRanks) -> None:
-    """Results of "fused" are those of "sequential"; activation checkpointing changes no bit."""
+    """Results of "fused", and of strategies across nodes, are those of "sequential".
+
+    Activation checkpointing changes no bit.
+    """
     run_ranks(_compare_models, 2)
 
 
