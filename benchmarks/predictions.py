@@ -75,11 +75,12 @@ def _find_hardware(row: Row) -> Hardware:
     """Return the record of a row's GPU, with the slow link and without the host of a CUDA graph."""
     hardware = find_hardware(row["gpu"])
     if row.get("link") == "channels":
-        link = row["link_gb_per_s"] * 1e9
-        hardware = replace(hardware, link_bytes_per_s=link, network_bytes_per_s=link)
+        network = row["link_gb_per_s"] * 1e9
+        link = row["all_to_all_gb_per_s"] * 1e9
+        hardware = replace(hardware, link_bytes_per_s=link, network_bytes_per_s=network)
     if "graph" in (row["setting"] or ""):
-        no_host = {"eager_us": hardware.kernel_us, "read_us": 0.0, "link_latency_us": 0.0}
-        hardware = replace(hardware, **no_host)
+        no_host = {"eager_us": hardware.kernel_us, "read_us": 0.0}
+        hardware = replace(hardware, link_latency_us=hardware.kernel_us, **no_host)
     return hardware
 
 
@@ -87,11 +88,12 @@ def _list_tasks(row: Row, shape: LayerShape, predictor: Predictor) -> list[Task]
     kernels = partial(fused_tasks, chunk_columns=KernelConfig().chunk_columns)
     if row["strategy"] in ("unfused", "fused"):
         return kernels(shape, predictor, fused=row["strategy"] == "fused")
-    if row["strategy"] == "deduplicated":
+    if row["strategy"].partition(":")[0] == "deduplicated":
         name = row["setting"].split()[0]
         return list_tasks(
             shape, predictor, num_nodes=row["num_nodes"], inner=partial(kernels, fused=True),
             pipeline=next(each for each in PIPELINES if each.name == name),
+            wire_dtype="float8" if row["strategy"].endswith("float8") else "",
         )  # fmt: skip
     num_chunks = int(row["setting"].removeprefix("n=")) if row["setting"] else 1
     return all_to_all_tasks(shape, predictor, num_chunks=num_chunks)
@@ -105,7 +107,7 @@ def compare() -> Iterator[Comparison]:
         yield _compare_layer(row, section="calibration" if fitted else "test")
     for row in _read("h100-80gb-hbm3x4/layer.jsonl"):
         yield _compare_layer(row, section="another GPU")
-    for row in _read("h100-80gb-hbm3x2/layer-nodes-graph.jsonl"):
+    for row in _read("h200x2/layer-nodes-graph.jsonl"):
         yield _compare_layer(row, section="slow link")
     for row in _read("h200x4/plain_layer.jsonl"):
         if row["strategy"] == "sequential":

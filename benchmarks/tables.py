@@ -170,7 +170,7 @@ def documents() -> dict[Path, str]:
             *moe_perf_table(sorted(results.glob("*/moe_perf.jsonl"))),
         ],
         ROOT / "docs" / "multinode.md": nodes_table(
-            results / "h100-80gb-hbm3x2/layer-nodes-graph.jsonl"
+            results / "h200x2/layer-nodes-graph.jsonl"
         ),
     }
     return {

@@ -21,7 +21,7 @@ from halley.cost.hardware import peak_flops_per_s
 from halley.distributed.mesh import ParallelGroups
 from halley.moe.transformer import MoETransformer, flops_per_token
 from halley.strategies.base import AbstractStrategy
-from halley.tools.candidates import bound_gemms, build_candidates, measure_link, wire_us
+from halley.tools.candidates import bound_gemms, build_candidates, describe_link, wire_us
 from halley.tools.layer_case import RELATIVE_TOLERANCE, LayerCase, relative_error
 from halley.tools.timer import (
     Progress,
@@ -71,8 +71,8 @@ def measure_models(
     # Imported here so that commands without kernels also run where Triton is missing.
     from halley.fused.buffers import Workspaces
 
-    link = measure_link(groups, device=device)
-    machine = machine_keys(groups, device=device, commit=commit)
+    link, link_keys = describe_link(groups, device=device)
+    machine = machine_keys(groups, device=device, commit=commit) | link_keys
     recorder = Recorder(device, enabled=False)
     workspaces = Workspaces(groups.ep, device)
     rows: list[Row] = []
@@ -127,7 +127,7 @@ def bench_model(
         make_optimizer: as for ``measure_models``.
         groups, recorder, device: those of the candidates.
         workspaces: buffers that the candidates share; closed after each candidate.
-        link_bytes_per_s: the result of ``measure_link``.
+        link_bytes_per_s: the first result of ``describe_link``.
         num_samples: timed steps of each candidate.
         on_progress: called with a text, the steps done and the total.
 

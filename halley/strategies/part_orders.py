@@ -43,6 +43,8 @@ PIPELINES = (
     Pipeline("together-2", (Part(1.0, 0), Part(0.0, 1))),
     SPLIT,
     Pipeline("split-2", (_HALF, Part(0.0, 0), Part(0.0, 1), _HALF)),
+    Pipeline("late-2", (Part(0.0, 0), Part(1.0, 1))),
+    Pipeline("last-2", (Part(0.0, 0), Part(0.0, 1), Part(1.0))),
 )
 
 
@@ -65,9 +67,12 @@ def list_tasks(
     crossings *= share_of_tokens(shape, num_experts=per_node)
     row_bytes = shape.hidden_size * shape.itemsize
     num_chunks = pipeline.num_chunks
-    crossing_us = predictor.network_us(crossings * row_bytes / num_chunks)
     token_bytes = shape.hidden_size * FLOAT8_BYTES if wire_dtype == "float8" else row_bytes
-    tokens_us = predictor.network_us(crossings * token_bytes / num_chunks)
+    words_bytes = 4.0 * shape.top_k  # weights of a token; its expert ids are as many bytes
+    sums_us, tokens_us, gradients_us = (
+        predictor.network_us(crossings * num_bytes / num_chunks)
+        for num_bytes in (row_bytes, token_bytes + 2.0 * words_bytes, row_bytes + words_bytes)
+    )
     add_us = predictor.memory_us((2.0 * crossings + 3.0 * shape.num_tokens) * row_bytes, num_ops=2)
     route_us = predictor.memory_us(16.0 * shape.num_tokens * shape.top_k, num_ops=16)
     route_us += predictor.hardware.link_latency_us + predictor.hardware.read_us
@@ -81,7 +86,8 @@ def list_tasks(
     for backward in (False, True):
         listed += _list_pass(
             [part[backward] for part in parts], chunks=[part.chunk for part in pipeline.parts],
-            dispatch_us=crossing_us if backward else tokens_us, combine_us=crossing_us,
+            dispatch_us=sums_us if backward else tokens_us,
+            combine_us=gradients_us if backward else sums_us,
             add_us=add_us, after=listed[-1].name, suffix=".backward" if backward else "",
         )  # fmt: skip
     weights = _list_part(shape, 1.0, predictor, num_nodes, inner)[2]  # weight gradients, all rows

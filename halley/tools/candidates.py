@@ -1,5 +1,6 @@
 """Prepare the layer benchmark: check sizes, build strategies, find lower bounds of the times."""
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from halley.planner.expert_balance import check_spare
 from halley.strategies.base import AbstractStrategy
 from halley.strategies.registry import build_pipelines, build_strategy
 from halley.tools.layer_case import LayerCase, LayerTensors
-from halley.tools.timer import time_interleaved
+from halley.tools.timer import Row, time_interleaved
 
 
 if TYPE_CHECKING:
@@ -212,6 +213,28 @@ def measure_link(
 
     timing = time_interleaved({"link": exchange}, device=device, group=groups.ep)["link"]
     return (groups.ep_size - 1) * _PROBE_BYTES[device.type] / (timing.median_us * 1e-6)
+
+
+def describe_link(groups: ParallelGroups, *, device: torch.device) -> tuple[float, Row]:
+    """Measure the link; return its bytes/s and the keys of result lines about it. Collective."""
+    link, with_own = (
+        measure_link(groups, device=device, copies_own=copies_own) for copies_own in (False, True)
+    )
+    keys: Row = {
+        "link": _link_name(device),
+        "link_gb_per_s": round(link / 1e9, 2) or None,
+        "all_to_all_gb_per_s": round(with_own / 1e9, 2) or None,
+    }
+    return link, keys
+
+
+def _link_name(device: torch.device) -> str | None:
+    """Return the link that NCCL_* variables set: "sockets", "channels", "nvlink"; None on CPU."""
+    if device.type != "cuda":
+        return None
+    if os.environ.get("NCCL_NET") == "Socket" and "NCCL_HOSTID" in os.environ:
+        return "sockets"
+    return "channels" if os.environ.get("NCCL_MAX_NCHANNELS") == "1" else "nvlink"
 
 
 def wire_us(tensors: LayerTensors, *, link_bytes_per_s: float) -> float:

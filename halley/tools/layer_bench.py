@@ -1,6 +1,5 @@
 """Measure MoE layers by strategy: errors of values, time, lower bound, waits and memory."""
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from halley.tools.candidates import (
     bound_gemms,
     build_candidates,
     compile_ahead,
-    measure_link,
+    describe_link,
     wire_us,
 )
 from halley.tools.layer_case import (
@@ -72,7 +71,7 @@ def bench_layer(
         candidates: the result of ``build_candidates`` for the same groups and recorder. Of several
             settings of one strategy, the fastest is measured. The key "bit_equal" tells whether the
             bits are those of the first candidate with the same GEMM implementation.
-        link_bytes_per_s: the result of ``measure_link``.
+        link_bytes_per_s: the first result of ``describe_link``.
         num_samples: timed runs of each candidate.
     """
     tensors = make_tensors(case, groups, device=device, recorder=recorder)
@@ -278,15 +277,6 @@ def _row(
     }
 
 
-def _link_name(device: torch.device) -> str | None:
-    """Return the link that NCCL_* variables set: "sockets", "channels", "nvlink"; None on CPU."""
-    if device.type != "cuda":
-        return None
-    if os.environ.get("NCCL_NET") == "Socket" and "NCCL_HOSTID" in os.environ:
-        return "sockets"
-    return "channels" if os.environ.get("NCCL_MAX_NCHANNELS") == "1" else "nvlink"
-
-
 def measure_layers(
     cases: list[LayerCase],
     strategies: list[str],
@@ -312,12 +302,8 @@ def measure_layers(
     # Imported here so that commands without kernels also run where Triton is missing.
     from halley.fused.buffers import Workspaces
 
-    link = measure_link(groups, device=device)
-    machine = machine_keys(groups, device=device, commit=commit)
-    machine |= {"case": case_name, "link": _link_name(device)}
-    machine |= {"link_gb_per_s": round(link / 1e9, 2) or None}
-    with_own = measure_link(groups, device=device, copies_own=True)
-    machine |= {"all_to_all_gb_per_s": round(with_own / 1e9, 2) or None}
+    link, link_keys = describe_link(groups, device=device)
+    machine = machine_keys(groups, device=device, commit=commit) | {"case": case_name} | link_keys
     rows: list[Row] = []
     where = {"groups": groups, "recorder": Recorder(device, enabled=False), "device": device}
     bench = partial(bench_layer, link_bytes_per_s=link, num_samples=num_samples, **where)

@@ -46,7 +46,7 @@ def _build(
 def _check(
     rank: int, num_ranks: int, cases: list[LayerCase], inner: str, ranks_per_node: int
 ) -> None:
-    pipelines = PIPELINES if inner == "sequential" else PIPELINES[3:]  # the one with most parts
+    pipelines = PIPELINES if inner == "sequential" else PIPELINES[3:4]  # most parts
     options: Any = {"ranks_per_node": ranks_per_node, "tp_size": cases[0].tp_size}
     strategies = [_build(inner, pipeline=pipeline, **options) for pipeline in pipelines]
     for case, strategy in itertools.product(cases, strategies):
