@@ -48,6 +48,9 @@ ALLOWED_IMPORTERS = {
     "deepspeed": {"integrations"},
     "safetensors": {"train"},
     "tensorboard": {"train"},
+    "tokenizers": {"train"},
+    "pyarrow": {"train"},
+    "wandb": {"train"},
     "torch.utils.tensorboard": {"train"},
 }  # fmt: skip
 

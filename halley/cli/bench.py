@@ -15,7 +15,6 @@ from typer import Argument, Option
 
 from halley.cli.checks import (
     CHART,
-    check_package,
     check_replaceable,
     check_samples,
     check_seed,
@@ -26,6 +25,7 @@ from halley.cli.checks import (
 )
 from halley.cli.ranks import NprocOption, count_ranks, joined, launch_ranks, step_progress
 from halley.core.models import find_model
+from halley.core.validation import check_package
 from halley.distributed.mesh import World, build_groups, pick_device
 from halley.strategies.registry import STRATEGIES, check_strategy
 from halley.tools.candidates import check_memory

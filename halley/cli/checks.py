@@ -4,12 +4,12 @@ import math
 import os
 import tempfile
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from halley.core.types import DTYPES
+from halley.core.validation import check_package
 from halley.distributed.mesh import pick_device
 from halley.moe.memory_check import total_memory
 
@@ -21,13 +21,6 @@ CHART = {"what": "a chart of Halley's", "start": b"\x89PNG\r\n\x1a\n", "inside":
 _MAX_COUNT = 10**6  # most samples or steps, far more than a measurement needs
 _MAX_SEED = 2**63 // 1_000_003 - 1  # ranks multiply the seed by 1_000_003, in 64 bits
 _HEAD_BYTES = 4096
-
-
-def check_package(name: str, *, extra: str, option: str) -> None:
-    """Raise ``ValueError`` if a package is missing; the message names the pip extra to install."""
-    if find_spec(name) is None:
-        remedy = f"pip install '.[{extra}]' in a checkout of Halley"
-        raise ValueError(f"{option} must have the package {name}: {remedy}")
 
 
 def read_dtype(name: str, *, on_gpu: bool) -> torch.dtype:

@@ -14,9 +14,9 @@ from typing import Annotated, cast
 import typer
 from typer import Argument, Option
 
-from halley.cli import balance, bench, doctor, plan, plan_layout, train, tune
-from halley.cli.checks import check_package
+from halley.cli import balance, bench, doctor, generate, plan, plan_layout, tokenize, train, tune
 from halley.cli.ranks import COMMAND, NprocOption, launch_ranks
+from halley.core.validation import check_package
 from halley.distributed.launcher import READER_GONE, USER_ERROR, tell_failure
 from halley.distributed.mesh import is_launched
 from halley.strategies.registry import STRATEGIES, check_strategy
@@ -143,6 +143,7 @@ def _options(
 
 
 app.command("train")(train.run)
+app.command("tokenize")(tokenize.tokenize)
 app.add_typer(bench.app, name="bench")
 plans = typer.Typer(
     help="Predict training steps and plan the placement of experts, without ranks or GPUs.",
@@ -155,6 +156,7 @@ app.add_typer(plans, name="plan")
 app.command("trace")(train.trace)
 app.command("report")(bench.report)
 app.command("export")(train.export)
+app.command("generate")(generate.generate)
 app.command("doctor")(doctor.doctor)
 app.command("tune")(tune.tune)
 # Interspersed arguments are off, so that all words after the script are arguments of the script.

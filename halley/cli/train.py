@@ -12,20 +12,21 @@ from rich.table import Table
 from typer import Argument, Option
 
 from halley.cli.bench import StrategiesOption, format_ms, split_strategy_names
-from halley.cli.checks import check_chart, check_package, check_replaceable, check_samples
+from halley.cli.checks import check_chart, check_replaceable, check_samples
 from halley.cli.ranks import NprocOption, count_ranks, joined, launch_ranks, step_progress
 from halley.core.config import RunConfig
 from halley.core.models import load_config
 from halley.core.routing import chunk_sizes, shard_size
 from halley.core.timeline import write_chrome_trace
 from halley.core.types import DTYPES, local_experts
+from halley.core.validation import check_package
 from halley.ops.expert_rows import check_alignment
 from halley.planner.step_plan import check_strategies
 from halley.strategies.registry import PLANNED, STRATEGIES
 from halley.tools.charts import draw_timelines
 from halley.tools.timer import to_float
 from halley.train.compare import EXPOSED, OTHER, STEP, compare_strategies
-from halley.train.data import open_corpus
+from halley.train.data import open_corpus, open_eval_corpus
 from halley.train.step import check_passes, read_placements
 
 
@@ -67,7 +68,13 @@ SetOption = Annotated[
 def run(
     config: ConfigOption = None,
     overrides: SetOption = None,
-    data: Annotated[str | None, Option(help="Text file or folder to train on.")] = None,
+    data: Annotated[
+        str | None,
+        Option(
+            help="File or folder to train on: text, .jsonl, .parquet, or a folder that halley "
+            "tokenize wrote."
+        ),
+    ] = None,
     output: Annotated[str | None, Option(help="Folder for all files of the run.")] = None,
     strategy: Annotated[
         str | None,
@@ -88,11 +95,12 @@ def run(
     ] = False,
     nproc: NprocOption = 0,
 ) -> int:
-    """Train a Mixture-of-Experts language model on text, one byte per token.
+    """Train a Mixture-of-Experts language model on text, one byte per token or by a tokenizer.
 
     If the output folder has checkpoints, the run resumes from the newest complete one. After SIGINT
     (Ctrl-C) or SIGTERM, the run finishes the current step, saves a checkpoint and ends. Without
-    --data, the text is the source code of the Python standard library.
+    --data, the text is the source code of the Python standard library. The keys data.tokenizer and
+    data.eval_path set a tokenizer and a text for the evaluation loss.
 
     The command starts --nproc ranks on this host. Under torchrun it starts none: the process is one
     of torchrun's ranks.
@@ -130,7 +138,8 @@ def check_config(config: RunConfig, *, nproc: int) -> None:
     """Raise ``ValueError``, before ranks start, if a run's settings or its text are invalid."""
     check_strategies(config)
     check_passes(config)
-    ep_size = check_groups(config, num_ranks=count_ranks(nproc, device=config.device))
+    num_ranks = count_ranks(nproc, device=config.device)
+    ep_size = check_groups(config, num_ranks=num_ranks)
     tp_size = config.expert_tp_size
     placements = read_placements(config, ep_size=ep_size)
     if placements is None:
@@ -148,7 +157,10 @@ def check_config(config: RunConfig, *, nproc: int) -> None:
     check_alignment(own_size, name="model.moe.intermediate_size", dtype=dtype)
     if config.train.tensorboard:
         check_package("tensorboard", extra="tensorboard", option="train.tensorboard (true)")
+    if config.train.wandb:
+        check_package("wandb", extra="wandb", option="train.wandb (true)")
     open_corpus(config)
+    open_eval_corpus(config, num_ranks=num_ranks)
 
 
 def check_groups(config: RunConfig, *, num_ranks: int) -> int:

@@ -168,15 +168,28 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The training text of a run, and the length of a training sequence in bytes."""
+    """The text of a run, its tokenizer, and the text and times of evaluations.
 
-    path: str | None = None  # file or folder; None for the source code of Python's standard library
-    seq_len: int = 256  # bytes per sequence
+    Attributes:
+        path: a file or a folder: plain text, ``.jsonl`` files with the key "text", ``.parquet``
+            files with the column "text", or the folder that ``halley tokenize`` wrote. None for the
+            source code of Python's standard library.
+        tokenizer: a ``tokenizer.json`` of the library tokenizers, or a folder that contains one; ""
+            for one token per byte, or for the tokens of ``halley tokenize``.
+        eval_path: text for the evaluation loss, in the formats of ``path``; "" for none.
+    """
+
+    path: str | None = None
+    seq_len: int = 256  # tokens per sequence
+    tokenizer: str = ""
+    eval_path: str = ""
+    eval_every: int = 100  # steps between evaluations; the last step of a run evaluates too
+    eval_batches: int = 16  # most batches of each rank in an evaluation
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="data.")
         _require(self.path != "", "data.path", self.path, "a file or a folder, or left out")
-        _require_sizes(self, "seq_len", prefix="data.")
+        _require_sizes(self, "seq_len", "eval_every", "eval_batches", prefix="data.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +236,8 @@ class TrainConfig:
     activation_checkpointing: bool = False
     deterministic: bool = False
     log_every: int = 10  # steps between log lines where stderr is not a terminal
-    tensorboard: bool = False
+    tensorboard: bool = False  # write TensorBoard events to <output>/tensorboard
+    wandb: bool = False  # log to Weights & Biases, with its files in <output>/wandb
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="train.")

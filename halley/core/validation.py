@@ -15,6 +15,7 @@ import types
 import typing
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Never, cast
 
@@ -166,6 +167,26 @@ def _hints(cls: type[object]) -> dict[str, object]:
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cast(typing.Any, cls))
     return {field.name: hints[field.name] for field in fields}
+
+
+def check_package(name: str, *, extra: str, option: str) -> None:
+    """Raise ``ValueError`` if a package is missing; the message names the pip extra to install."""
+    if find_spec(name) is None:
+        remedy = f"pip install '.[{extra}]' in a checkout of Halley"
+        raise ValueError(f"{option} must have the package {name}: {remedy}")
+
+
+def make_empty_folder(folder: Path) -> None:
+    """Create an output folder; ``ValueError`` if it holds files or cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        in_use = any(folder.iterdir())
+    except OSError as error:
+        raise ValueError(
+            f"output ({folder}) must be a folder to write to: {error.strerror}"
+        ) from error
+    if in_use:
+        raise ValueError(f"output ({folder}) must be empty, or not there yet")
 
 
 def parse_device(device: object, *, types: tuple[str, ...] = ("cpu", "cuda")) -> torch.device:

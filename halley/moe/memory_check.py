@@ -4,6 +4,7 @@ The estimates are lower bounds: a model that passes the check may still run out 
 """
 
 import os
+from typing import NamedTuple
 
 import torch
 
@@ -40,17 +41,29 @@ def model_sizes(config: ModelConfig, *, prefix: str = "", moe_prefix: str = "") 
     return sizes | {f"{moe_prefix}{name}": getattr(config.moe, name) for name in moe_names}
 
 
+class StateBytes(NamedTuple):
+    """Bytes of one parameter in ``train.optim``: its weight, gradient and optimizer state."""
+
+    weight: int
+    gradient: int  # float32: ``GradientBuckets`` adds up the gradients of a step
+    optimizer: int  # float32: moments, and master weights of weights that are not float32
+
+
+def state_bytes(dtype: str = "bfloat16", optimizer: str = "adamw") -> StateBytes:
+    """Return the bytes of one parameter, given its dtype and ``OptimizerConfig.kind``."""
+    num_states = (_ADAM_STATES if optimizer == "adamw" else 0) + (dtype != "float32")
+    return StateBytes(DTYPES[dtype].itemsize, _FLOAT32_BYTES, num_states * _FLOAT32_BYTES)
+
+
 def training_bytes(config: RunConfig, *, num_ranks: int) -> int:
-    """Return the fewest bytes a rank needs: model, gradients, optimizer, lm_head's activations."""
-    itemsize = DTYPES[config.train.dtype].itemsize
+    """Return the fewest bytes a rank needs, with any strategy, in forward or in the update."""
+    model, state = config.model, state_bytes(config.train.dtype, config.optimizer.kind)
     ep_size = config.ep_size or num_ranks
-    number = num_parameters(config.model, ep_size=ep_size, tp_size=config.expert_tp_size)
-    num_states = _ADAM_STATES if config.optimizer.kind == "adamw" else 0
-    if config.train.dtype != "float32":
-        num_states += 1  # the optimizer's float32 master weights
+    number = num_parameters(model, ep_size=ep_size, tp_size=config.expert_tp_size)
     num_tokens = config.train.batch_size * config.data.seq_len
-    activations = num_tokens * (config.model.vocab_size + config.model.hidden_size) * itemsize
-    return number * (2 * itemsize + num_states * _FLOAT32_BYTES) + activations
+    # The input of each layer and of the last norm is alive at the end of forward.
+    inputs = num_tokens * (model.num_layers + 1) * model.hidden_size * state.weight
+    return number * (state.weight + state.optimizer) + max(number * state.gradient, inputs)
 
 
 def num_parameters(config: ModelConfig, *, ep_size: int, tp_size: int) -> int:

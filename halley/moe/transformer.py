@@ -13,6 +13,7 @@ from halley.core.timeline import Recorder
 from halley.core.validation import check_type, parse_device
 from halley.distributed.mesh import ParallelGroups
 from halley.moe.dense import Attention, FeedForward, rotary_table
+from halley.moe.head_loss import chunked_loss
 from halley.moe.layer import MoELayer, init_parameters
 from halley.moe.memory_check import check_fits, model_sizes, num_parameters
 from halley.strategies.base import AbstractStrategy
@@ -27,6 +28,14 @@ class ModelOutput(NamedTuple):
     logits_BSV: torch.Tensor  # next-token logits, in the model's dtype
     router_loss: torch.Tensor  # sum of the router losses of all MoE layers, a float32 scalar
     counts_ME: torch.Tensor  # int64, this rank's tokens that chose each expert, by MoE layer
+
+
+class LossOutput(NamedTuple):
+    """Losses of a batch, and token counts per expert."""
+
+    loss: torch.Tensor  # mean cross-entropy of the next token in nats, a float32 scalar
+    router_loss: torch.Tensor  # as in ``ModelOutput``
+    counts_ME: torch.Tensor  # as in ``ModelOutput``
 
 
 class Block(nn.Module):
@@ -121,6 +130,24 @@ class MoETransformer(nn.Module):
 
     def forward(self, tokens_BS: torch.Tensor) -> ModelOutput:
         """Return logits, router loss, tokens per expert; a collective of the "ep" group."""
+        x_BSD, losses, counts = self._run_layers(tokens_BS)
+        logits_BSV = self.lm_head(self.norm(x_BSD))
+        return ModelOutput(logits_BSV, *_sum_losses(losses, counts, tokens_BS))
+
+    def losses(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> LossOutput:
+        """Return losses and tokens per expert, without the logits of all tokens. Collective.
+
+        The head runs in chunks of tokens: see ``halley.moe.head_loss``. Targets are int64 token
+        ids. The loss equals ``next_token_loss`` of the logits, up to rounding.
+        """
+        x_BSD, losses, counts = self._run_layers(tokens_BS)
+        loss = chunked_loss(self.norm(x_BSD), self.lm_head.weight, targets_BS=targets_BS)
+        return LossOutput(loss, *_sum_losses(losses, counts, tokens_BS))
+
+    def _run_layers(
+        self, tokens_BS: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        """Return the last layer's output, router losses and counts of the MoE layers."""
         x_BSD = self.embed_tokens(tokens_BS)
         rotary = rotary_table(self.config, tokens_BS.shape[1], device=x_BSD.device)
         losses: list[torch.Tensor] = []
@@ -134,14 +161,20 @@ class MoETransformer(nn.Module):
             if loss is not None:
                 losses.append(loss)
                 counts.append(block_counts)
-        logits_BSV = self.lm_head(self.norm(x_BSD))
-        router_loss = torch.stack(losses).sum() if losses else logits_BSV.new_zeros(())
-        counts_ME = torch.stack(counts) if counts else tokens_BS.new_zeros(0, 0)
-        return ModelOutput(logits_BSV, router_loss.float(), counts_ME)
+        return x_BSD, losses, counts
 
     def init_weights(self, *, seed: int) -> None:
         """Initialize all parameters from a seed, with the same values on any number of ranks."""
         init_parameters(self, seed=seed)
+
+
+def _sum_losses(
+    losses: list[torch.Tensor], counts: list[torch.Tensor], tokens_BS: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of router losses, float32, and the stacked counts, ``(M, E)``."""
+    if not losses:
+        return tokens_BS.new_zeros((), dtype=torch.float32), tokens_BS.new_zeros(0, 0)
+    return torch.stack(losses).sum().float(), torch.stack(counts)
 
 
 def _by_layer(config: ModelConfig, given: Sequence[_T] | None, *, name: str) -> dict[int, _T]:

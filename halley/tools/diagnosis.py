@@ -22,9 +22,12 @@ from halley.tools.timer import installed_version
 # Optional packages, each with the extra of halley-moe that installs it.
 OPTIONAL_PACKAGES = {
     "matplotlib": "plot",
+    "pyarrow": "data",
     "safetensors": "hf",
     "tensorboard": "tensorboard",
+    "tokenizers": "data",
     "transformers": "hf",
+    "wandb": "wandb",
 }
 
 _SMI_TIMEOUT_S = 20.0

@@ -1,9 +1,6 @@
-"""Concatenate text files, cut their bytes into sequences, and divide the sequences over ranks."""
+"""Open the data of a run, cut its tokens into windows, and divide the windows over ranks."""
 
 import bisect
-import os
-import stat
-import sysconfig
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -12,104 +9,172 @@ from typing import final
 
 import numpy as np
 import torch
+import xxhash
 
-from halley.core.config import RunConfig, TrainConfig
+from halley.core.config import DataConfig, RunConfig, TrainConfig
+from halley.train.text_files import TABLE_SUFFIXES, find_text_files, read_pieces
+from halley.train.token_files import TOKENS_FILE, TokenFile, read_token_folder
+from halley.train.tokenizer import Tokenizer, load_tokenizer
 
 
-VOCAB_SIZE = 256
+VOCAB_SIZE = 256  # of bytes
+BYTES = "bytes"  # in place of a tokenizer's checksum
 
-_NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
+_MAX_TEXT_BYTES = 256 << 20  # most bytes of text that each rank parses when a run starts
+_NUM_SAMPLED = 4096  # tokens of each place that a fingerprint reads
 
 
 def open_corpus(config: RunConfig) -> "Corpus":
-    """Return the ``Corpus`` of a run; ``ValueError`` if its text or vocabulary is too small.
+    """Return the training data of a run.
 
-    The text must have at least ``data.seq_len`` + 1 bytes, and the vocabulary at least 256 entries.
+    ``ValueError`` if the data cannot be read or has fewer than ``data.seq_len`` + 1 tokens, or if
+    the model has a smaller vocabulary than the data.
     """
-    if config.model.vocab_size < VOCAB_SIZE:
-        raise ValueError(
-            f"model.vocab_size ({config.model.vocab_size}) must be at least {VOCAB_SIZE}, for bytes"
-        )
     path = None if config.data.path is None else Path(config.data.path)
-    # A window has one byte more than a sequence: the target of the last token.
-    return Corpus(find_text_files(path), window=config.data.seq_len + 1)
+    return _open(path, config.data, vocab_size=config.model.vocab_size)
 
 
-def find_text_files(path: Path | None) -> list[Path]:
-    """Return the non-empty training files, in the same order on every rank and machine.
+def open_eval_corpus(config: RunConfig, *, num_ranks: int) -> "Corpus | None":
+    """Return the data of the evaluation loss, or None if there is none.
 
-    ``path`` is a file; a folder, for all non-hidden files below it; or None for the Python sources
-    of the standard library without its tests.
+    ``ValueError`` as for ``open_corpus``, if ranks would have no window, or if the tokenizer is not
+    that of the training data.
     """
-    left_out, suffix = (_NOT_TEXT, ".py") if path is None else (set[str](), "")
-    path = path or Path(sysconfig.get_path("stdlib"))
-    try:
-        mode = path.stat().st_mode
-    except (OSError, ValueError) as error:  # ValueError if the path has a null character
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"text ({path}) must be a file or a folder: {reason}") from error
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise ValueError(f"text ({path}) must be a file or a folder, and is a pipe or a device")
-    files = [path] if stat.S_ISREG(mode) else _walk(path, left_out=left_out)
-    files = [file for file in files if file.name.endswith(suffix)]
-    for file in files:
-        if not os.access(file, os.R_OK):
-            raise ValueError(f"text ({file}) must be readable")
-    files = [file for file in files if file.stat().st_size > 0]
-    if not files:
-        raise ValueError(f"text ({path}) must hold at least one byte; no file with text is there")
-    return files
+    if not config.data.eval_path:
+        return None
+    path, vocab_size = Path(config.data.eval_path), config.model.vocab_size
+    corpus = _open(path, config.data, vocab_size=vocab_size)
+    if corpus.tokenizer != open_corpus(config).tokenizer:
+        rule = "have the tokenizer of data.path: data.tokenizer can name it"
+        raise ValueError(f"data.eval_path ({path}) must {rule}")
+    if corpus.num_windows < num_ranks:
+        rule = f"at least one for each of {num_ranks} ranks"
+        raise ValueError(f"windows of data.eval_path ({corpus.num_windows}) must be {rule}")
+    return corpus
 
 
-def _walk(folder: Path, *, left_out: set[str]) -> list[Path]:
-    files = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name[0] != "." and name not in left_out]
-        files += [Path(parent, name) for name in names if name[0] != "."]
-    return sorted(
-        (file for file in files if file.is_file()), key=lambda file: file.relative_to(folder).parts
-    )
+def _open(path: Path | None, config: DataConfig, *, vocab_size: int) -> "Corpus":
+    tokenizer = load_tokenizer(Path(config.tokenizer)) if config.tokenizer else None
+    if path is not None and (path / TOKENS_FILE).is_file():
+        info, pieces = read_token_folder(path)
+        if tokenizer is not None and tokenizer.checksum != info.tokenizer:
+            rule = f"the tokenizer that {path} was written with, or left out"
+            raise ValueError(f"data.tokenizer ({config.tokenizer}) must be {rule}")
+        name, least, what = info.tokenizer, info.vocab_size, f"the tokens of {path}"
+    elif tokenizer is not None:
+        name, least, what = tokenizer.checksum, tokenizer.vocab_size, "data.tokenizer"
+        pieces = None
+    else:
+        name, least, what, pieces = BYTES, VOCAB_SIZE, "bytes", None
+    if vocab_size < least:
+        raise ValueError(f"model.vocab_size ({vocab_size}) must be at least {least}, for {what}")
+    if pieces is None:
+        pieces = _read_text(find_text_files(path), tokenizer)
+    # A window has one token more than a sequence: the target of the last token.
+    return Corpus(pieces, window=config.seq_len + 1, tokenizer=name)
+
+
+def _read_text(files: list[Path], tokenizer: Tokenizer | None) -> "list[TokenFile | np.ndarray]":
+    """Return the tokens of files. Only plain text without a tokenizer stays on the disk."""
+    stats = {file: file.stat() for file in files}
+    # Sizes and times of change are part of the caches' keys.
+    stamped = {file: (file, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()}
+    parsed = [file for file in files if tokenizer is not None or file.suffix in TABLE_SUFFIXES]
+    if (num_bytes := sum(stats[file].st_size for file in parsed)) > _MAX_TEXT_BYTES:
+        rule = f"of at most {_MAX_TEXT_BYTES} bytes: halley tokenize writes the tokens once"
+        raise ValueError(f"text to parse ({num_bytes} bytes in {len(parsed)} files) must be {rule}")
+    if tokenizer is not None:
+        return [_encode(tuple(stamped.values()), tokenizer)]
+    return [
+        _read_rows(stamped[file])
+        if file.suffix in TABLE_SUFFIXES
+        else TokenFile(path=file, num_tokens=stats[file].st_size)
+        for file in files
+    ]
+
+
+# The caches serve a command, which checks the data before its run opens them.
+@lru_cache(maxsize=2)  # training and evaluation
+def _encode(files: tuple[tuple[Path, int, int], ...], tokenizer: Tokenizer) -> np.ndarray:
+    tokens = tokenizer.encode([file for file, _, _ in files])
+    return np.concatenate([np.empty(0, dtype=tokenizer.dtype), *tokens])
+
+
+@lru_cache(maxsize=4096)
+def _read_rows(file: tuple[Path, int, int]) -> np.ndarray:
+    text = b"\0".join(text.encode("utf-8") for text, _ in read_pieces(file[0]))
+    return np.frombuffer(text, dtype=np.uint8)
 
 
 @final
 class Corpus:
-    """Files concatenated with a zero byte between them, read in windows of ``window`` bytes.
+    """Concatenated tokens, read in windows of ``window`` tokens. Windows do not overlap.
 
-    Windows do not overlap and may span files. No text stays in memory.
+    A window may span pieces. Between pieces of bytes there is a zero byte. Pieces of a tokenizer's
+    tokens follow each other, because documents end with the end-of-text token.
     """
 
-    def __init__(self, files: Sequence[Path], *, window: int) -> None:
-        """Record file sizes; ``ValueError`` if the concatenated files are shorter than a window."""
+    def __init__(
+        self, pieces: Sequence[TokenFile | np.ndarray], *, window: int, tokenizer: str = BYTES
+    ) -> None:
+        """Record sizes of pieces; ``ValueError`` if all together are shorter than a window.
+
+        ``tokenizer`` is the checksum of the tokenizer that made the tokens, or ``BYTES``.
+        """
+        self.tokenizer = tokenizer
         self._window = window
-        self._files = list(files)
-        self._sizes = [file.stat().st_size for file in self._files]
-        self._starts = [0, *accumulate(size + 1 for size in self._sizes)]
-        num_bytes = self._starts[-1] - 1
-        if num_bytes < window:
+        self._pieces = list(pieces)
+        self._sizes = [
+            each.size if isinstance(each, np.ndarray) else each.num_tokens for each in pieces
+        ]
+        gap = int(tokenizer == BYTES)
+        self._starts = [0, *accumulate(size + gap for size in self._sizes)]
+        self.num_tokens = self._starts[-1] - gap
+        if self.num_tokens < window:
+            unit = f"bytes in {len(self._pieces)} files" if tokenizer == BYTES else "tokens"
             raise ValueError(
-                f"text of {num_bytes} bytes in {len(self._files)} files must hold at least one "
-                f"window of {window} bytes"
+                f"text of {self.num_tokens} {unit} must hold at least one window of {window} "
+                f"{unit.partition(' ')[0]}"
             )
-        self.num_windows = num_bytes // window
+        self.num_windows = self.num_tokens // window
+        # Checksum of the number of tokens, and of the first, middle and last 4096 tokens.
+        self.fingerprint = self._fingerprint()
 
     def read_window(self, index: int) -> np.ndarray:
-        """Read window ``index``, counted from 0, from the files; return uint8 ``(window,)``."""
+        """Return window ``index``, counted from 0, as int64 ``(window,)``."""
         assert 0 <= index < self.num_windows
-        out = np.zeros(self._window, dtype=np.uint8)
-        begin, end = index * self._window, (index + 1) * self._window
+        return self._read(index * self._window, (index + 1) * self._window)
+
+    def read_batch(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens and the targets of windows; targets are shifted by one position.
+
+        Both are int64 ``(len(indices), window - 1)``, on the CPU.
+        """
+        text = torch.from_numpy(np.stack([self.read_window(index) for index in indices]))
+        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+    def _fingerprint(self) -> str:
+        digest = xxhash.xxh3_128(str(self.num_tokens).encode())
+        last = max(self.num_tokens - _NUM_SAMPLED, 0)
+        for begin in (0, last // 2, last):
+            tokens = self._read(begin, min(begin + _NUM_SAMPLED, self.num_tokens))
+            digest.update(tokens.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def _read(self, begin: int, end: int) -> np.ndarray:
+        out = np.zeros(end - begin, dtype=np.int64)
         first = bisect.bisect_right(self._starts, begin) - 1
         last = bisect.bisect_left(self._starts, end)
-        for file, start, size in zip(
-            self._files[first:last], self._starts[first:last], self._sizes[first:last], strict=True
+        for piece, start, size in zip(
+            self._pieces[first:last], self._starts[first:last], self._sizes[first:last], strict=True
         ):
             lower, upper = max(begin, start), min(end, start + size)
             if lower >= upper:
                 continue
-            # Read by ``fromfile``: a memory map raises SIGBUS if the file is truncated meanwhile.
-            piece = np.fromfile(file, dtype=np.uint8, count=upper - lower, offset=lower - start)
-            if piece.size != upper - lower:
-                raise RuntimeError(f"{file} has become shorter while it was read")
-            out[lower - begin : upper - begin] = piece
+            place = slice(lower - start, upper - start)
+            is_array = isinstance(piece, np.ndarray)
+            tokens = piece[place] if is_array else piece.read(place.start, place.stop)
+            out[lower - begin : upper - begin] = tokens
         return out
 
 
@@ -121,7 +186,7 @@ class BatchLoader:
     """
 
     def __init__(self, corpus: Corpus, config: TrainConfig, *, rank: int, num_ranks: int) -> None:
-        self._corpus, self._config = corpus, config
+        self.corpus, self._config = corpus, config
         self._rank, self._num_ranks = rank, num_ranks
         # Windows read before the resumed step, minus those of as many steps at this batch size.
         self._num_more = 0
@@ -140,15 +205,14 @@ class BatchLoader:
 
         Targets are shifted by one position. Both are int64 (batch_size, seq_len), on the CPU.
         """
-        batch_size, num_windows = self._config.batch_size, self._corpus.num_windows
+        batch_size, num_windows = self._config.batch_size, self.corpus.num_windows
         first = (microbatch * self._num_ranks + self._rank) * batch_size + self.num_read(step)
-        windows: list[np.ndarray] = []
+        windows: list[int] = []
         for sample in range(first, first + batch_size):
             epoch, index = divmod(sample, num_windows)
             order = _shuffle(num_windows, seed=self._config.seed, epoch=epoch)
-            windows.append(self._corpus.read_window(int(order[index])))
-        text = torch.from_numpy(np.stack(windows)).long()
-        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+            windows.append(int(order[index]))
+        return self.corpus.read_batch(windows)
 
 
 @lru_cache(maxsize=2)  # a batch may span two epochs

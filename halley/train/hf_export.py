@@ -1,7 +1,7 @@
 """Export a training checkpoint to a folder that Hugging Face's transformers loads.
 
-Tensors have the names of the published models on disk, one matrix per expert. Halley trains on
-bytes, so there is no tokenizer to write.
+Tensors have the names of the published models on disk, one matrix per expert. The run's
+tokenizer is not exported.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import torch
 from halley.core.config import ModelConfig, RunConfig
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES
-from halley.core.validation import build, read_json
+from halley.core.validation import build, make_empty_folder, read_json
 from halley.distributed.mesh import ParallelGroups
 from halley.moe.layer import grouped_experts
 from halley.moe.transformer import MoETransformer
@@ -77,7 +77,7 @@ def export_run(folder: Path, output: Path, *, max_shard_bytes: int = MAX_SHARD_B
     checkpoint = find_newest_checkpoint(folder / CHECKPOINTS_FOLDER)
     if checkpoint is None:
         raise ValueError(f"run ({folder}) must hold a whole checkpoint in {CHECKPOINTS_FOLDER}/")
-    _make_empty(output)
+    make_empty_folder(output)
 
     model = _model_without_values(config.model)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -210,7 +210,7 @@ def hf_config(config: RunConfig) -> dict[str, object]:
         "tie_word_embeddings": False,
         "num_experts_per_tok": moe.top_k,
         "router_aux_loss_coef": moe.router.balance_coefficient,
-        # A vocabulary of bytes has no special tokens, and the default ids may be 256 or above.
+        # The export has no tokenizer. The default ids may be above those of a vocabulary of bytes.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -257,15 +257,3 @@ def _divide(shapes: dict[str, torch.Size], *, max_bytes: int, itemsize: int) -> 
         shards[-1].append(name)
         filled += num_bytes
     return shards
-
-
-def _make_empty(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        in_use = any(folder.iterdir())
-    except OSError as error:
-        raise ValueError(
-            f"output ({folder}) must be a folder to write to: {error.strerror}"
-        ) from error
-    if in_use:
-        raise ValueError(f"output ({folder}) must be empty, or not there yet")

@@ -1,8 +1,10 @@
-"""Report the steps of a run: progress bar or log lines, JSON lines, and TensorBoard events."""
+"""Report the steps of a run: progress bar or log lines, JSON lines, TensorBoard, and W&B."""
 
+import dataclasses
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,12 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from halley.core.config import RunConfig
+from halley.core.validation import read_text
 
 
 METRICS_FILE = "metrics.jsonl"
 DISCARDED_FILE = "metrics.discarded.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
-REPORT_FILES = (METRICS_FILE, DISCARDED_FILE, TENSORBOARD_FOLDER)
+WANDB_FOLDER = "wandb"
+REPORT_FILES = (METRICS_FILE, DISCARDED_FILE, TENSORBOARD_FOLDER, WANDB_FOLDER)
+_RUN_ID_FILE = "halley-run-id"  # in WANDB_FOLDER
 Metrics = dict[str, float | int | None]  # metrics of one step by name; "step" counts from 1
 
 
@@ -39,6 +44,19 @@ class Reporter:
             if metrics is not None:
                 self._board = SummaryWriter(
                     str(metrics.parent / TENSORBOARD_FOLDER), purge_step=first_step + 1
+                )
+        self._wandb_run = None
+        if config.train.wandb:
+            import wandb  # on all ranks, as above
+
+            if metrics is not None:
+                self._wandb_run = wandb.init(
+                    project=os.environ.get("WANDB_PROJECT", "halley"),
+                    name=metrics.parent.resolve().name,
+                    dir=metrics.parent,
+                    config=dataclasses.asdict(config),
+                    id=_wandb_run_id(metrics.parent / WANDB_FOLDER),
+                    resume="allow",
                 )
         self._metrics = None if metrics is None else metrics.open("a", encoding="ascii")
 
@@ -64,6 +82,8 @@ class Reporter:
             for name, value in metrics.items():
                 if value is not None:
                     self._board.add_scalar(name, value, step)
+        if self._wandb_run is not None:
+            self._wandb_run.log({k: v for k, v in metrics.items() if v is not None}, step=step)
         if self._progress is not None:
             # This text is shorter than a log line, to fit next to the bar in 80 columns.
             mfu = "" if metrics["mfu"] is None else f"mfu {_share(metrics['mfu'])}  "
@@ -74,6 +94,11 @@ class Reporter:
             self._progress.update(self._bar, completed=step, description=text)
         elif step % self._config.train.log_every == 0 or step == self._config.train.num_steps:
             say(self._console, f"step {step}/{self._config.train.num_steps}  {describe(metrics)}")
+        if "eval_loss" in metrics:
+            text = (
+                f"step {step}/{self._config.train.num_steps}  eval_loss {metrics['eval_loss']:.4f}"
+            )
+            say(self._console, text)
 
     @contextmanager
     def running(self, first_step: int) -> Iterator[None]:
@@ -83,6 +108,8 @@ class Reporter:
             return
         try:
             with ExitStack() as stack:
+                if self._wandb_run is not None:
+                    stack.enter_context(self._wandb_run)  # an error marks the run as failed
                 if self._console.is_terminal:
                     count, text = "{task.completed}/{task.total}", "{task.description}"
                     columns = (BarColumn(bar_width=12), TextColumn(count), TimeRemainingColumn())
@@ -96,6 +123,15 @@ class Reporter:
             self._metrics.close()
             if self._board is not None:
                 self._board.close()
+
+
+def _wandb_run_id(folder: Path) -> str:
+    """Return the id of a run, which all its starts share, from a file that the first one writes."""
+    file = folder / _RUN_ID_FILE
+    if not file.exists():
+        folder.mkdir(exist_ok=True)
+        file.write_text(secrets.token_hex(8), encoding="ascii")
+    return read_text(file, what="run id", max_bytes=64)
 
 
 def say(console: Console, text: str) -> None:

@@ -20,12 +20,13 @@ from halley.cost.hardware import default_path
 from halley.distributed.launcher import signals_handled
 from halley.distributed.mesh import ParallelGroups, World, build_groups
 from halley.moe.dense import next_token_loss
+from halley.moe.head_loss import needs_chunks
 from halley.moe.memory_check import check_memory
 from halley.moe.router import SigmoidRouter
-from halley.moe.transformer import ModelOutput, MoETransformer
+from halley.moe.transformer import LossOutput, ModelOutput, MoETransformer
 from halley.planner.step_plan import StepPlan, check_strategies, plan_run
 from halley.strategies.registry import PLANNED, build_strategies, split_strategies
-from halley.train.data import BatchLoader, open_corpus
+from halley.train.data import BatchLoader, Corpus, open_corpus, open_eval_corpus
 from halley.train.optim import ModelOptimizer, learning_rate
 
 
@@ -115,10 +116,12 @@ class TrainingRun:
     recorder: Recorder
     model: MoETransformer
     forward: Callable[[torch.Tensor], ModelOutput]  # the model, compiled if compiler passes are on
+    losses: Callable[[torch.Tensor, torch.Tensor], LossOutput]  # its ``losses``, compiled likewise
     optimizer: ModelOptimizer
     loader: BatchLoader
     counts: ExpertCounter
     requests: SaveRequests
+    eval_corpus: Corpus | None = None
     plan: StepPlan | None = None  # plan that chose the strategies; None if the user chose them
 
     def routers(self) -> list[SigmoidRouter]:
@@ -135,7 +138,7 @@ class TrainingRun:
 class StepResult:
     """Losses (means over ranks and microbatches), gradient norm and learning rate of a step."""
 
-    loss: float  # next-byte cross-entropy, nats per byte
+    loss: float  # next-token cross-entropy, nats per token
     router_loss: float  # balance and z losses times their coefficients
     grad_norm: float  # L2 norm of the averaged gradients before clipping
     learning_rate: float
@@ -223,25 +226,28 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
         placements=read_placements(config, ep_size=groups.ep_size),
     )
     model.init_weights(seed=config.train.seed)
+    compiled = config.passes != "none"
     return TrainingRun(
         config=config,
         world=world,
         groups=groups,
         recorder=recorder,
         model=model,
-        forward=model if config.passes == "none" else _compile_model(model, config, world.device),
+        forward=_compile(model, config, world.device) if compiled else model,
+        losses=_compile(model.losses, config, world.device) if compiled else model.losses,
         optimizer=ModelOptimizer(model, config.optimizer, groups=groups),
         loader=BatchLoader(corpus, config.train, rank=world.rank, num_ranks=world.num_ranks),
         counts=ExpertCounter(),
         requests=SaveRequests(every_s=60.0 * config.checkpoint.every_minutes),
+        eval_corpus=open_eval_corpus(config, num_ranks=world.num_ranks),
         plan=plan,
     )
 
 
-def _compile_model(
-    model: MoETransformer, config: RunConfig, device: torch.device
-) -> Callable[[torch.Tensor], ModelOutput]:
-    """Return the model's forward function, which its first call compiles with the run's passes.
+def _compile(
+    function: Callable[..., Any], config: RunConfig, device: torch.device
+) -> Callable[..., Any]:
+    """Return a function of the model, which its first call compiles with the run's passes.
 
     With profiles, passes plan by measured times, since the speed of the network is not known
     otherwise. On a CPU, operators run one by one: Inductor would take minutes.
@@ -257,7 +263,7 @@ def _compile_model(
     }
     if profiles := _find_profiles(config, device):
         options |= {"profiles": profiles, "measure": True}
-    return compile_function(model, **options)
+    return compile_function(function, **options)
 
 
 def _find_profiles(config: RunConfig, device: torch.device) -> str:
@@ -278,6 +284,20 @@ def _make_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
 
 
+def _forward(run: TrainingRun, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> LossOutput:
+    """Return a microbatch's losses and counts; large logits are computed in chunks. Collective."""
+    model, recorder = run.model.config, run.recorder
+    sizes = {"vocab_size": model.vocab_size, "hidden_size": model.hidden_size}
+    if needs_chunks(tokens_BS.numel(), itemsize=DTYPES[run.config.train.dtype].itemsize, **sizes):
+        with recorder.span("forward"):
+            return run.losses(tokens_BS, targets_BS)
+    with recorder.span("forward"):
+        output = run.forward(tokens_BS)
+    with recorder.span("loss"):
+        loss = next_token_loss(output.logits_BSV, targets_BS)
+    return LossOutput(loss, output.router_loss, output.counts_ME)
+
+
 def train_step(run: TrainingRun, step: int) -> StepResult:
     """Run step ``step`` (0 is the first): train on its microbatches, update once. Collective."""
     recorder, num_microbatches = run.recorder, run.config.train.num_microbatches
@@ -287,17 +307,14 @@ def train_step(run: TrainingRun, step: int) -> StepResult:
         tokens_BS, targets_BS = (
             part.to(run.world.device) for part in run.loader.batch(step, microbatch)
         )
-        with recorder.span("forward"):
-            output = run.forward(tokens_BS)
-        with recorder.span("loss"):
-            loss = next_token_loss(output.logits_BSV, targets_BS)
+        loss, router_loss, counts_ME = _forward(run, tokens_BS, targets_BS)
         with recorder.span("backward"):
             run.optimizer.backward(
-                (loss + output.router_loss) / num_microbatches,
+                (loss + router_loss) / num_microbatches,
                 last=microbatch + 1 == num_microbatches,
             )
-        losses += torch.stack([loss.detach(), output.router_loss.detach()]) / num_microbatches
-        counts.append(output.counts_ME)
+        losses += torch.stack([loss.detach(), router_loss.detach()]) / num_microbatches
+        counts.append(counts_ME)
 
     counts_ME = torch.stack(counts).sum(dim=0)
     run.counts.add(counts_ME)

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from halley.core.config import RunConfig
 from halley.core.timeline import waited_us
+from halley.core.validation import Table
 from halley.cost.hardware import peak_flops_per_s
 from halley.distributed.mesh import World
 from halley.distributed.peers import on_rank_zero
@@ -30,6 +31,8 @@ from halley.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from halley.train.data import Corpus, open_corpus
+from halley.train.evaluate import evaluate
 from halley.train.manifest import Manifest, read_manifest
 from halley.train.progress import (
     METRICS_FILE,
@@ -151,9 +154,12 @@ def _take_steps(
             "mfu": None if peak_tokens_per_s is None else tokens_per_s / peak_tokens_per_s,
             "exposed_share": None if exposed_us is None else exposed_us * 1e-6 / step_s,
         }
+        is_last = step + 1 == config.train.num_steps
+        if run.eval_corpus is not None and (is_last or (step + 1) % config.data.eval_every == 0):
+            metrics["eval_loss"] = evaluate(run)
         reporter.report(metrics)
         _check_finite(metrics)  # check before a save: no diverged model may replace a good one
-        every, is_last = config.checkpoint.every_steps, step + 1 == config.train.num_steps
+        every = config.checkpoint.every_steps
         is_due = bool(every) and (step + 1) % every == 0
         if is_last or is_due or run.requests.is_due or run.requests.stop_signal:
             _save(run, step=step + 1)
@@ -165,7 +171,11 @@ def _take_steps(
 def _save(run: TrainingRun, *, step: int) -> None:
     output, keep = Path(run.config.output), run.config.checkpoint.keep
     config = dataclasses.asdict(run.config)
-    notes = {"config": config, "num_sequences": run.loader.num_read(step)}
+    notes = {
+        "config": config,
+        "num_sequences": run.loader.num_read(step),
+        "data": _describe_data(run.loader.corpus),
+    }
     save_checkpoint(output / CHECKPOINTS_FOLDER, run.state(), step=step, keep=keep, notes=notes)
     run.counts.write(output / COUNTS_FILE, step=step)
     run.requests.saved()
@@ -209,7 +219,26 @@ def _check_resumable(config: RunConfig, path: Path, *, warn: bool) -> Manifest:
                 "changes, so this epoch repeats some of it and leaves some out",
                 stacklevel=4,
             )
+    _check_data(config, manifest, path)
     return manifest
+
+
+def _check_data(config: RunConfig, manifest: Manifest, path: Path) -> None:
+    now = _describe_data(open_corpus(config))
+    before = manifest.notes.get("data", now)  # Halley 0.2.0 saved no "data"
+    if not isinstance(before, dict):
+        raise ValueError(f"data of checkpoint {path} must be a table")
+    for name, value in (("tokenizer", config.data.tokenizer), ("text", config.data.path)):
+        if cast(Table, before).get(name) != now[name]:
+            key = "data.path" if name == "text" else "data.tokenizer"
+            raise ValueError(
+                f"{key} ({value!r}) must give the {name} of checkpoint {path} from which the run "
+                "would go on; with another output it starts anew"
+            )
+
+
+def _describe_data(corpus: Corpus) -> Table:
+    return {"tokenizer": corpus.tokenizer, "text": corpus.fingerprint}
 
 
 def _set_aside(output: Path) -> None:

@@ -40,13 +40,16 @@ def _line_of(err: str) -> str:
     [
         ("bench layer --output out --device cpu", "matplotlib", "plot"),
         ("train --set train.tensorboard=true --set device=cpu", "tensorboard", "tensorboard"),
+        ("train --set train.wandb=true --set device=cpu", "wandb", "wandb"),
+        ("train --set data.tokenizer=a.json --set device=cpu", "tokenizers", "data"),
+        ("tokenize a.txt tokens --tokenizer a.json", "tokenizers", "data"),
     ],
 )
 def test_missing_package_is_named_with_the_command_that_installs_it(
     command: str, package: str, extra: str, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
-    monkeypatch.setattr("halley.cli.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("halley.core.validation.find_spec", lambda name: None)
     assert main(command.split()) == 2
     line = _line_of(capsys.readouterr().err)
     assert line.endswith(

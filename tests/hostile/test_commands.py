@@ -46,6 +46,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "list/config.json": "[]",
         "partial/config.json": '{"model": {"name": "x"}}',
         "taken_too/trace-chunked.json.gz": "notes of the user\n",
+        "rows.jsonl": '{"text": "a"}\n{"text": \n',
+        "bodies.jsonl": '{"body": "a"}\n',
+        "no.parquet": "no table",
+        "tokenizer.json": '{"model": {"type": "WordLevel", "vocab": {"a": 299}, "unk_token": "a"}}',
+        "list/tokens.json": '{"version": 1, "tokenizer": "x", "vocab_size": 300}',
     }
     results = path / "taken" / f"cpu-{platform.machine()}x2"
     results.mkdir(parents=True)

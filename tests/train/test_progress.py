@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,16 @@ def test_what_is_not_finite_is_null(tmp_path: Path):
     assert log.getvalue() == "step 2/5  loss nan  12,346 tokens/s  exposed communication -\n"
 
 
+def test_the_evaluation_loss_is_a_line_of_its_own(tmp_path: Path):
+    log = io.StringIO()
+    path = tmp_path / "metrics.jsonl"
+    reporter = Reporter(_config(), console=Console(file=log), metrics=path)
+    with reporter.running(0):
+        reporter.report(_metrics(1, eval_loss=2.0))  # log_every is 2
+    assert json.loads(path.read_text()) == _metrics(1, eval_loss=2.0)
+    assert log.getvalue() == "step 1/5  eval_loss 2.0000\n"
+
+
 def test_an_error_leaves_what_was_reported(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     console = Console(file=io.StringIO(), force_terminal=True)
@@ -118,6 +129,49 @@ def test_tensorboard_reads_the_scalars_back(tmp_path: Path):
         got = [(event.step, event.value) for event in events.Scalars(name)]
         want = [(step, pytest.approx(_metrics(step)[name], rel=1e-6)) for step in (3, 4, 5)]
         assert got == want
+
+
+def _read_wandb(folder: Path) -> list[dict[str, object]]:
+    """Return the rows in a file of an offline run: LevelDB's log format, protobuf messages."""
+    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    (path,) = folder.glob("offline-run-*/run-*.wandb")
+    content, position = path.read_bytes(), 7  # after the file's header
+    assert len(content) < 32768  # one block, so no message is divided
+    rows: list[dict[str, object]] = []
+    while position < len(content):
+        size = int.from_bytes(content[position + 4 : position + 6], "little")
+        record = messages.Record.FromString(content[position + 7 : position + 7 + size])
+        position += 7 + size
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            rows.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items})
+    return rows
+
+
+def test_wandb_has_the_metrics_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two starts of one run, offline: both have its id, and a metric that is None is left out."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = _config(wandb=True)
+    metrics = tmp_path / "metrics.jsonl"
+    _report(metrics, is_terminal=False, config=config)
+    wandb.teardown()  # the end of a process does this: it waits until the file is complete
+    first = _read_wandb(tmp_path / "wandb")
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    shutil.rmtree(file.parent)
+    reporter = Reporter(config, console=Console(quiet=True), metrics=metrics)
+    with reporter.running(5):
+        reporter.report(_metrics(6, mfu=None, eval_loss=1.25))
+    wandb.teardown()
+    keys = {"_step", *_metrics(1)}
+    assert [{key: row[key] for key in keys} for row in first] == [
+        {"_step": step, **_metrics(step)} for step in (3, 4, 5)
+    ]
+    (row,) = _read_wandb(tmp_path / "wandb")
+    assert (row["_step"], row["eval_loss"], "mfu" in row) == (6, 1.25, False)
+    (again,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert again.name == file.name
 
 
 @pytest.mark.parametrize(

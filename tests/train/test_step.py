@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from halley.core.config import OptimizerConfig, RunConfig
+from halley.moe import head_loss
 from halley.train.checkpoint import load_checkpoint, save_checkpoint
 from halley.train.compare import EXPOSED, STEP, _summarise, compare_strategies
 from halley.train.step import TrainingRun, train_step
@@ -166,8 +167,13 @@ def test_router_biases_and_masters_are_resumed(text: Path, tmp_path: Path, dtype
         torch.testing.assert_close(new.model.state_dict(), old.model.state_dict(), rtol=0, atol=0)
 
 
-def test_one_step_by_hand(text: Path):
-    """The loss is the mean over microbatches, and SGD moves by the rate times its gradient."""
+@pytest.mark.parametrize("chunk_bytes", [head_loss.CHUNK_BYTES, 7000])
+def test_one_step_by_hand(text: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
+    """The loss is the mean over microbatches, and SGD moves by the rate times its gradient.
+
+    The logits of a microbatch have 32 * 256 * 4 bytes: 7000 means chunks of 7 tokens.
+    """
+    monkeypatch.setattr(head_loss, "CHUNK_BYTES", chunk_bytes)
     optimizer = OptimizerConfig(
         kind="sgd", learning_rate=0.5, warmup_steps=0, clip_norm=0.0, weight_decay=0.0
     )

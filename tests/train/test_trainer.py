@@ -34,6 +34,7 @@ from tests.train.run_case import (
     truncate,
     write_text,
 )
+from tests.train.tokenizer_case import DOCUMENTS, write_documents, write_tokenizer
 
 
 def test_a_run_writes_its_config_metrics_and_checkpoints(tmp_path: Path):
@@ -98,6 +99,47 @@ def test_a_run_does_not_go_on_with_another_model(
         train_here(read_settings(tmp_path, setting, f"train.num_steps={num_steps}"))
     assert str(caught.value) == fill(message, {"path": str(checkpoint_of(config, 3))})
     assert [file.read_text() for file in files] == before
+
+
+def test_a_run_does_not_go_on_with_another_text_or_tokenizer(tmp_path: Path):
+    text = write_documents(tmp_path / "text", ".jsonl", [*DOCUMENTS] * 20)
+    config = make_config(text, num_steps=2)
+    tokenizer = write_tokenizer(tmp_path)
+    data = dataclasses.replace(config.data, tokenizer=str(tokenizer))
+    config = dataclasses.replace(config, data=data)
+    train_here(config)
+    longer = change_training(config, num_steps=3)
+    end = (
+        f"of checkpoint {checkpoint_of(config, 2)} from which the run would go on; with another "
+        "output it starts anew"
+    )
+    as_bytes = dataclasses.replace(longer, data=dataclasses.replace(data, tokenizer=""))
+    with pytest.raises(ValueError, match="tokenizer") as caught:
+        train_here(as_bytes)
+    assert str(caught.value) == f"data.tokenizer ('') must give the tokenizer {end}"
+    write_documents(tmp_path / "text", ".jsonl", [*DOCUMENTS[1:]] * 20)
+    with pytest.raises(ValueError, match="text") as caught:
+        train_here(longer)
+    assert str(caught.value) == f"data.path ('{text}') must give the text {end}"
+    moved = write_documents(tmp_path / "moved", ".jsonl", [*DOCUMENTS] * 20)
+    elsewhere = dataclasses.replace(longer, data=dataclasses.replace(data, path=str(moved)))
+    assert train_here(elsewhere) == [3]
+
+
+def test_a_run_goes_on_from_text_to_its_tokens_with_the_same_batches(tmp_path: Path):
+    text = write_documents(tmp_path / "text", ".txt", [*DOCUMENTS] * 20)
+    tokenizer = write_tokenizer(tmp_path)
+    config = make_config(text, num_steps=6, every_steps=3)
+    data = dataclasses.replace(config.data, tokenizer=str(tokenizer))
+    config = dataclasses.replace(config, data=data)
+    train_here(config)
+    losses = losses_of(config)
+    shutil.rmtree(checkpoint_of(config, 6))
+    tokens = tmp_path / "tokens"
+    assert main(["tokenize", str(text), str(tokens), "--tokenizer", str(tokenizer)]) == 0
+    data = dataclasses.replace(data, path=str(tokens), tokenizer="")
+    assert train_here(dataclasses.replace(config, data=data)) == [4, 5, 6]
+    assert losses_of(config) == losses
 
 
 def test_a_run_goes_on_with_other_settings_of_its_training(tmp_path: Path):
