@@ -49,10 +49,11 @@ def _check(
     pipelines = PIPELINES if inner == "sequential" else PIPELINES[3:4]  # most parts
     options: Any = {"ranks_per_node": ranks_per_node, "tp_size": cases[0].tp_size}
     strategies = [_build(inner, pipeline=pipeline, **options) for pipeline in pipelines]
-    for case, strategy in itertools.product(cases, strategies):
-        got = train(strategy.forward, case, rank)
-        check_values(got, case, rank)
-        assert_same(train(strategy.forward, case, rank), got, f"second run: {case}")
+    for index, case in enumerate(cases):
+        for strategy in strategies[index % 3 :: 3] or strategies:  # two of six orders
+            got = train(strategy.forward, case, rank)
+            check_values(got, case, rank)
+            assert_same(train(strategy.forward, case, rank), got, f"second run: {case}")
 
 
 UNEVEN = LayerCase(num_tokens_W=(9, 5, 14, 0), num_experts=16)
