@@ -25,6 +25,7 @@ from halley.cli.checks import (
 )
 from halley.cli.ranks import NprocOption, count_ranks, joined, launch_ranks, step_progress
 from halley.core.models import find_model
+from halley.core.timeline import write_chrome_trace
 from halley.core.validation import check_package
 from halley.distributed.mesh import World, build_groups, pick_device
 from halley.strategies.registry import STRATEGIES, check_strategy
@@ -154,6 +155,53 @@ def layer(
         if output is not None and has_chart:
             draw_layer_bench(rows, results_path(output, rows[0]).with_suffix(".png"))
         print_rows(layer_table(rows), rows)
+    return 0
+
+
+@app.command("kernels")
+def kernels(
+    models: ModelsOption = "default",
+    tokens: TokensOption = "default",
+    dtype: DtypeOption = "default",
+    seed: SeedOption = 0,
+    output: Annotated[
+        Path, Option(help="Folder for traces and result lines; earlier ones are replaced.")
+    ] = Path("kernels"),
+    commit: CommitOption = None,
+    nproc: NprocOption = 0,
+    device: DeviceOption = "auto",
+) -> int:
+    """Record when each CTA of strategy fused fetches, waits, multiplies and combines.
+
+    Records a forward and a backward pass of a layer. Prints a table, then one JSON line per kernel.
+    Writes a Chrome trace per model and number of tokens (open it in ui.perfetto.dev).
+    """
+    # Imported here so that other commands also run where Triton is missing.
+    from halley.tools.kernel_timeline import KERNELS_CASE, kernel_table, record_case
+
+    num_ranks = count_ranks(nproc, device=device)
+    cases = layer_cases(models, tokens, dtype=dtype, seed=seed, device=device)
+    memory_bytes = rank_memory_bytes(num_ranks, device=device)
+    check_memory(cases, ep_size=num_ranks, memory_bytes=memory_bytes)
+    where = {"device": device, "num_ranks": num_ranks}
+    check_output(output, case=KERNELS_CASE, has_chart=False, **where)
+    machine: Row = {"gpu": machine_name(pick_device(device)), "num_gpus": num_ranks}
+    path = results_path(output, machine | {"case": KERNELS_CASE})
+    names = [f"{KERNELS_CASE}-{case.model.name}-{case.num_tokens}.json.gz" for case in cases]
+    for name in names:
+        check_replaceable(path.with_name(name), option="output", what="a trace", start=b"\x1f\x8b")
+    launch_ranks(nproc, device=device)
+    with joined(device) as (world, _), saved_rows(world, output) as save:
+        groups = build_groups(0, device_type=world.device.type)
+        rows: list[Row] = []
+        for case, name in zip(cases, names, strict=True):
+            found, spans = record_case(case, groups=groups, device=world.device, commit=commit)
+            rows += found
+            save(rows)
+            if world.is_first:
+                write_chrome_trace(spans, path.with_name(name))
+    if world.is_first:
+        print_rows(kernel_table(rows), rows, width=180)
     return 0
 
 

@@ -4,7 +4,7 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,8 @@ from halley.core.types import check_tp_size
 from halley.distributed.peers import all_gather_objects, compare_ranks, rank_and_size
 from halley.fused.config import ConfigTable, KernelConfig, TunedShape, default_config
 from halley.fused.kernels.layout import NUM_COUNTERS, TASK_ROWS, KernelContext, Layout, make_layout
-from halley.fused.kernels.peer import HOST_STATUS_WORDS, STATUS_WORDS, check
+from halley.fused.kernels.marks import ProgramRecords, make_status
+from halley.fused.kernels.peer import HOST_STATUS_WORDS, check, is_overflow
 from halley.fused.replay import LaunchCache, PlanSize, PlanSizes, round_up_rows
 from halley.ops.kernels.launch import current_stream
 from halley.symm_mem.heap import AbstractSymmHeap, SymmTensor, open_heap
@@ -44,7 +45,7 @@ class Workspace:
 
     Args:
         max_tokens: initial capacity in tokens per rank, equal on all ranks; the buffers can grow.
-        max_load, timeout_s, reserved_sms: as for ``Workspaces``.
+        max_load, timeout_s, reserved_sms, records: as for ``Workspaces``.
         plan_ids: yields a new id for each layout.
 
     Attributes:
@@ -68,6 +69,7 @@ class Workspace:
         max_load: float,
         timeout_s: float,
         reserved_sms: int,
+        records: ProgramRecords | None,
         plan_ids: Iterator[int],
     ) -> None:
         device = heap.device
@@ -78,9 +80,10 @@ class Workspace:
         on_gpu = device.type == "cuda"
         # Leave inference mode (evaluation may use it): training cannot write tensors made in it.
         with torch.inference_mode(mode=False):
-            self.status = torch.zeros(STATUS_WORDS, dtype=torch.int64, device=device)
+            self.status = make_status(records, device)
             self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
             self.host_status = torch.zeros(HOST_STATUS_WORDS, dtype=torch.int64, pin_memory=on_gpu)
+        self._records = records
         self._host_words = self.host_status.numpy()  # same memory; a tensor would be slower to read
         self._stream = torch.cuda.current_stream(device) if on_gpu else None
         self._plan_event = torch.cuda.Event() if on_gpu and not max_load else None
@@ -155,7 +158,8 @@ class Workspace:
 
     def check(self) -> None:
         """Raise a ``RuntimeError`` if a kernel of this workspace has ever reported a failure."""
-        if self._host_words[0]:  # the failure code, see ``kernels/peer.py``
+        is_repeated = Workspaces.in_bounded_step and is_overflow(self.host_status)
+        if self._host_words[0] and not is_repeated:  # the failure code, see ``kernels/peer.py``
             check(self.host_status, rank=self.heap.rank, timeout_s=self.timeout_s)
 
     def read_plan(self, up_LGD: torch.Tensor | None = None, *, part: int = 0) -> PlanSize:
@@ -204,6 +208,7 @@ class Workspace:
         """Allocate symmetric buffers; return layout, plan id and buffers. A collective."""
         shape, num_ranks = self.shape, self.heap.num_ranks
         sizes = {"block_slots": _CPU_BLOCK_SLOTS} if self.heap.device.type == "cpu" else {}
+        sizes["max_marks"] = self._records.max_marks if self._records else 0
         layout = make_layout(
             num_ranks=num_ranks,
             num_experts=shape.num_experts,
@@ -256,12 +261,16 @@ class Workspaces:
             capture layers. More rows or tokens than the capacity are an error.
         timeout_s: time limit of a kernel's wait for a peer, in seconds; the default is NCCL's.
         reserved_sms: SMs that the kernels leave to kernels of NCCL, which run at the same time.
+        records: memory in which all CTAs of the kernels record their phases; None records nothing.
         config: settings of the kernels; None uses tuned ones (``config.py``), or the defaults.
 
     Attributes:
         handle: integer that ``find_workspaces`` maps to this object.
+        bounded: buffers with ``max_load``, for calls in a ``BoundedStep``; None for these buffers.
         ordering_token: one int32 that keeps the passes of compiled graphs in order; see ``op.py``.
     """
+
+    in_bounded_step: ClassVar[bool] = False  # whether a ``BoundedStep`` runs, see ``bounded.py``
 
     def __init__(
         self,
@@ -274,6 +283,7 @@ class Workspaces:
         timeout_s: float = 600.0,
         config: KernelConfig | None = None,
         reserved_sms: int = 0,
+        records: ProgramRecords | None = None,
     ) -> None:
         if max_tokens < 0:
             raise ValueError(f"max_tokens ({max_tokens}) must be at least 0")
@@ -292,9 +302,11 @@ class Workspaces:
         if config is None:
             self._tuned = ConfigTable.load(device, num_ranks=self.num_ranks, tp_size=tp_size)
         self.handle = next(_next_handle)
+        self.bounded: Workspaces | None = None
         with torch.inference_mode(mode=False):  # inference tensors cannot be written in training
             self.ordering_token = torch.zeros(1, dtype=torch.int32, device=device)
         self._limits = {"max_load": max_load, "timeout_s": timeout_s, "reserved_sms": reserved_sms}
+        self._records = records
         self._heap: AbstractSymmHeap | None = None
         self._by_shape: dict[BufferShape, Workspace] = {}
         self._plan_ids = itertools.count()
@@ -337,9 +349,10 @@ class Workspaces:
     def close(self) -> None:
         """Free the memory of all workspaces; a collective. The next layer call allocates again."""
         self._by_shape.clear()
-        heap, self._heap = self._heap, None
-        if heap is not None:
-            heap.close()
+        for each in (self._heap, self.bounded):
+            if each is not None:
+                each.close()
+        self._heap = None
 
     def _make(self, shape: BufferShape, num_tokens: int) -> Workspace:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -373,14 +386,15 @@ class Workspaces:
             config=by_rank[0][1],  # rank 0's, because all ranks need the same layout of records
             max_tokens=most_tokens,
             plan_ids=self._plan_ids,
+            records=self._records,
             **self._limits,
         )
         return self._by_shape[shape]
 
 
 def find_workspaces(handle: int) -> Workspaces:
-    """Return the ``Workspaces`` with this handle; RuntimeError if they are deleted."""
+    """Return the ``Workspaces`` of this handle for a call now; RuntimeError if they are deleted."""
     found = _BY_HANDLE.get(handle)
     if found is None:
         raise RuntimeError(f"workspaces ({handle}) no longer exist: their strategy was deleted")
-    return found
+    return found.bounded if Workspaces.in_bounded_step and found.bounded else found

@@ -110,7 +110,8 @@ def _create_inline_asm(
     if "%globaltimer" in text:
         scheduler = current_scheduler()
         if scheduler is None:
-            CURRENT_OPERATION.poll()  # note a wait: kernels read the clock only while they wait
+            # Note a wait: kernels read the clock only while they wait, or record their phases.
+            CURRENT_OPERATION.poll()
             now_ns = time.monotonic_ns()
         else:
             now_ns = scheduler.num_switches * _SWITCH_NS

@@ -63,6 +63,9 @@ def read_results(path: Path) -> list[dict[str, Any]]:
             value = row.get(name)
             if value is not None and not (type(value) in (int, float) and value >= 0):
                 raise ValueError(f"{where} {name} must be a number of at least 0, or null")
+        shares = row.get("shares", {})
+        if not (isinstance(shares, dict) and all(type(x) in (int, float) for x in shares.values())):
+            raise ValueError(f"{where} shares must be a table of numbers")
         rows.append(row)
     return rows
 

@@ -42,6 +42,7 @@ class KernelCase:
     seed: int = 0
     max_tokens: int = 0  # of the layout; 0 for the most tokens of a call
     block_slots: int = 32
+    max_marks: int = 0
     config: KernelConfig = field(default=SMALL_CONFIG)
 
     @property
@@ -58,7 +59,7 @@ class KernelCase:
         return make_layout(
             num_ranks=self.num_ranks, num_experts=self.num_experts, top_k=self.top_k,
             max_tokens=self.max_tokens or max(map(max, self.num_tokens_CW)),
-            block_m=self.config.block_m, block_slots=self.block_slots,
+            block_m=self.config.block_m, block_slots=self.block_slots, max_marks=self.max_marks,
         )  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from halley.fused.kernels.launches import (
     num_dweight_columns,
 )
 from halley.fused.kernels.layout import EPOCH, NUM_COUNTERS, KernelContext
-from halley.fused.kernels.peer import HOST_STATUS_WORDS, STATUS_WORDS, check
+from halley.fused.kernels.marks import ProgramRecords, make_status
+from halley.fused.kernels.peer import HOST_STATUS_WORDS, check
 from halley.interpreter.scheduler import Scheduler
 from halley.ops.kernels.tiles import weight_gemm
 from halley.symm_mem.heap import AbstractSymmHeap
@@ -84,7 +85,11 @@ class KernelRank:
         self.dweight_buffer = heap.zeros(slots, torch.float32)
         self.experts = share_of(make_experts(case), self.rank, num_ranks=case.num_ranks)
         self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32)
-        self.status = torch.zeros(STATUS_WORDS, dtype=torch.int64)
+        cpu = torch.device("cpu")
+        self.records = None
+        if case.max_marks:
+            self.records = ProgramRecords(cpu, num_records=128, max_marks=case.max_marks)
+        self.status = make_status(self.records, cpu)
         self.host_status = torch.zeros(HOST_STATUS_WORDS, dtype=torch.int64)
         self.plan = torch.empty(0, dtype=torch.int32)
         self.num_tokens = 0  # of the last call

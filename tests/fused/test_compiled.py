@@ -14,10 +14,11 @@ import subprocess
 import sys
 import tempfile
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -26,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from halley.core.types import Experts, Routing
 from halley.fused.config import KernelConfig
+from halley.fused.kernels.peer import CLOCK_LANES
 from halley.ops.kernels import route
 from halley.ops.kernels.launch import Launcher, lay_out
 from halley.ops.kernels.tiles import weight_gemm
@@ -60,6 +62,11 @@ FETCH, COMBINE = ("arrived_gemm_kernel", "fetch_kernel"), ("chunked_gemm_kernel"
 PAIRS = {
     "dispatch_gemm": FETCH, "dispatch_dgrad": FETCH,
     "gemm_combine": COMBINE, "dgrad_combine": COMBINE,
+}  # fmt: skip
+# Waits and marks (``kernels/marks.py``) in the code of a kernel.
+NUM_WAITS_AND_MARKS = {
+    "plan_kernel": (3, 9), "publish_rows_kernel": (1, 4), "fetch_kernel": (0, 4),
+    "arrived_gemm_kernel": (1, 5), "chunked_gemm_kernel": (0, 4), "combine_kernel": (2, 8),
 }  # fmt: skip
 TYPES = {
     torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
@@ -96,8 +103,12 @@ class MetaHeap:
         return SymmTensor(local=torch.empty(shape, dtype=dtype, device="meta"), ptrs_W=ptrs_W)
 
 
-def _launch_all() -> dict[str, tuple[Any, ...]]:
-    """Call all launch functions with the sizes of a model; return what they would launch."""
+def _launch_all(*, max_marks: int) -> dict[str, tuple[Any, ...]]:
+    """Call all launch functions with the sizes of a model; return what they would launch.
+
+    With ``max_marks``, leave out the kernels without marks.
+    """
+    case = replace(CASE, max_marks=max_marks)
     launches: dict[str, tuple[Any, ...]] = {}
 
     def record(launcher: Launcher, *args: Any, **options: Any) -> None:
@@ -111,7 +122,7 @@ def _launch_all() -> dict[str, tuple[Any, ...]]:
     kernel_rank.share_of = lambda experts, rank, num_ranks: Experts(
         up_LGD=up_LGD, down_LDF=down_LDF, activation="swiglu"
     )
-    rank = KernelRank(MetaHeap(), CASE)  # pyright: ignore[reportArgumentType]
+    rank = KernelRank(MetaHeap(), case)  # pyright: ignore[reportArgumentType]
     x_TD = torch.empty(NUM_TOKENS, HIDDEN_SIZE, dtype=DTYPE)
     idx_TK = torch.empty(NUM_TOKENS, TOP_K, dtype=torch.int64)
     routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=torch.empty(NUM_TOKENS, TOP_K))
@@ -127,6 +138,8 @@ def _launch_all() -> dict[str, tuple[Any, ...]]:
     made = rank.dispatch_dgrad(x_TD, saved, fused=False)
     function = "dgrad_combine"
     rank.dgrad_combine(made, saved, fused=False)
+    if max_marks:
+        return launches
     counts_WL = torch.empty(NUM_RANKS, num_local, dtype=torch.int64)
     function = "route"
     route.sort_slots(idx_TK, NUM_EXPERTS)
@@ -183,13 +196,13 @@ def _compile(kernel: Any, num_ctas: int, args: Any, constants: Any, options: Any
     }
 
 
-def compile_in_process() -> dict[str, Compiled]:
+def compile_in_process(*, max_marks: int = 0) -> dict[str, Compiled]:
     """Compile the kernels in a process in which Triton compiles."""
     # A kernel from the cache would have no log.
     with tempfile.TemporaryDirectory() as cache:
         options = {"TRITON_DUMP_PTXAS_LOG": "1", "TRITON_CACHE_DIR": cache, "TRITON_INTERPRET": "0"}
         result = subprocess.run(
-            [sys.executable, "-m", "tests.fused.test_compiled"],
+            [sys.executable, "-m", "tests.fused.test_compiled", str(max_marks)],
             env=os.environ | options,
             cwd=Path(__file__).parents[2],
             capture_output=True,
@@ -236,9 +249,11 @@ def test_unguarded_release_is_found() -> None:
     assert find_unguarded_releases([barrier, "$L__BB0_3:", release]) == [release]
 
 
-def test_compiled_kernels_fit_and_signal_correctly() -> None:
-    compiled = compile_in_process()
+@pytest.mark.parametrize("max_marks", [0, 1024])
+def test_compiled_kernels_fit_and_signal_correctly(max_marks: int) -> None:
+    compiled = compile_in_process(max_marks=max_marks)
     for name, kernel in compiled.items():
+        _check_clock(name, kernel, max_marks=max_marks)
         _check_resources(name, kernel)
         assert find_unguarded_releases(kernel.lines()) == [], name
         _check_parameters(name, kernel)
@@ -281,6 +296,14 @@ def _check_parameters(name: str, kernel: Compiled) -> None:
     codes = re.findall(r"(\d*)([siqQb])", packer.format)
     assert [struct.calcsize(f"={count}{code}") for count, code in codes] == sizes, name
     assert len(offsets) == len(sizes), name
+
+
+def _check_clock(name: str, kernel: Compiled, *, max_marks: int) -> None:
+    """Kernels read the clock in waits only, and with records once for each of their marks."""
+    num_waits, num_marks = NUM_WAITS_AND_MARKS.get(name.partition(".")[2], (0, 0))
+    reads_of_wait = CLOCK_LANES.value // (32 * kernel.num_warps)
+    num_reads = num_waits * reads_of_wait + (num_marks if max_marks else 0)
+    assert sum("%globaltimer" in line for line in kernel.lines()) == num_reads, name
 
 
 def _check_fit(name: str, ctas: list[Compiled]) -> None:
@@ -347,4 +370,5 @@ def _last(lines: list[str], text: str) -> int:
 
 
 if __name__ == "__main__":
-    json.dump({name: _compile(*launch) for name, launch in _launch_all().items()}, sys.stdout)
+    found = _launch_all(max_marks=int(sys.argv[1]))
+    json.dump({name: _compile(*launch) for name, launch in found.items()}, sys.stdout)

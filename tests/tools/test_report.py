@@ -35,6 +35,11 @@ def test_report_has_the_rows_and_spans_of_its_files(tmp_path: Path, capsys: Any)
     [
         ("a.jsonl", "[]", "a.jsonl:1 must be a line of results: it must be an object"),
         ("a.jsonl", '{"case": 1}', "a.jsonl:1 must be a line of results: case must be a text"),
+        (
+            "a.jsonl",
+            json.dumps(result("fused", 1.0) | {"shares": {"wait": "<b>"}}),
+            "shares must be a",
+        ),
         ("a.json", "{}", r"trace \(.*a.json\) must have a list traceEvents"),
         ("a.json", '{"traceEvents": [{"ph": "X"}]}', "name is required"),
         ("a.json.gz", "no gzip", "must be a readable file: Not a gzipped file"),

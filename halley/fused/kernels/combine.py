@@ -12,6 +12,7 @@ Source: COMET (arXiv:2502.19811), sections 3.1 (columns first) and 3.2.
 import triton
 import triton.language as tl
 
+from halley.fused.kernels import marks
 from halley.fused.kernels.layout import (
     COMBINE_EXITS,
     COMBINE_TICKET,
@@ -157,6 +158,7 @@ def chunked_gemm_kernel(
     Tickets 0-5 are chunk 0 (two column tiles of three row tiles), tickets 6-11 are chunk 1.
     """
     let_second_begin()
+    cta_record, num_marks = marks.begin(status, marks.SECOND_GEMM_KERNEL, TRANSPOSED, LAYOUT)
     num_columns: tl.constexpr = (HIDDEN_SIZE + BLOCK_N - 1) // BLOCK_N
     num_chunks: tl.constexpr = (HIDDEN_SIZE + CHUNK - 1) // CHUNK
     per_chunk: tl.constexpr = CHUNK // BLOCK_N
@@ -170,13 +172,16 @@ def chunked_gemm_kernel(
     pending = 0  # counter and number of tiles not counted yet, see _second_gemm_run
     ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     while ticket < total:
+        num_marks = marks.add(cta_record, num_marks, marks.MULTIPLY, LAYOUT)
         pending = _second_gemm_run(
             ticket, pending, a_desc, b_desc, z_desc, plan, num_tiles,
             LAYOUT, HIDDEN_SIZE, DEPTH, TRANSPOSED, CHUNK, BLOCK_N, BLOCK_K, GROUP, RUN,
         )  # fmt: skip
         ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     _count_tiles(pending, plan, LAYOUT)
+    num_marks = marks.add(cta_record, num_marks, marks.OTHER, LAYOUT)
     end_combine(num_exits, plan, routing, status, host_status, LAYOUT)
+    marks.end(cta_record, num_marks, LAYOUT)
 
 
 @triton.jit
@@ -269,6 +274,7 @@ def combine_kernel(
     # can be deleted, but this changes the compiled kernel, so time the kernel again afterwards.
     let_second_begin()
     BACKWARD: tl.constexpr = NUM_SUMMANDS > 0
+    cta_record, num_marks = marks.begin(status, marks.COMBINE_KERNEL, BACKWARD, LAYOUT)
     all_columns: tl.constexpr = (HIDDEN_SIZE + COLUMNS - 1) // COLUMNS
     num_chunks: tl.constexpr = (HIDDEN_SIZE + CHUNK - 1) // CHUNK
     chunk_columns: tl.constexpr = CHUNK // COLUMNS
@@ -284,6 +290,7 @@ def combine_kernel(
     arrived_chunk = -1  # the last chunk of which this CTA has seen all partial sums arrive
     num_done = 0  # (chunk, expert group) pairs that this CTA has seen finished, in order
     while combine_ticket < num_tasks:
+        num_marks = marks.add(cta_record, num_marks, marks.WAIT, LAYOUT)
         chunk = combine_ticket // chunk_tasks
         num_columns = tl.minimum(all_columns - chunk * chunk_columns, chunk_columns)
         task = _task_at(combine_ticket - chunk * chunk_tasks, chunk_tasks, plan, LAYOUT)
@@ -296,6 +303,7 @@ def combine_kernel(
                 LAYOUT,
             )  # fmt: skip
         if num_done >= num_wanted:
+            num_marks = marks.add(cta_record, num_marks, marks.SEND, LAYOUT)
             send_sums(
                 task, chunk, z_RD, plan, combine_ptrs_W, combine_tokens, rank,
                 LAYOUT, HIDDEN_SIZE, ROWS, CHUNK, STAGES, not BACKWARD,
@@ -309,6 +317,7 @@ def combine_kernel(
             count_sent(chunk, chunk_tasks, plan, routing, routing_ptrs_W, rank, epoch, LAYOUT)
             combine_ticket = tl.atomic_add(tickets + COMBINE_TICKET, 1, sem="relaxed", scope="gpu")
         elif can_sum:
+            num_marks = marks.add(cta_record, num_marks, marks.ADD, LAYOUT)
             arrived_chunk = sum_ticket // chunk_sum_tasks
             sum_task(
                 sum_ticket % chunk_sum_tasks, arrived_chunk, y_TD, combine_buffer_WTD,
@@ -324,6 +333,7 @@ def combine_kernel(
     if sum_ticket >= num_sum_tasks:
         sum_ticket = tl.atomic_add(tickets + SUM_TICKET, 1, sem="relaxed", scope="gpu")
     while sum_ticket < num_sum_tasks:
+        num_marks = marks.add(cta_record, num_marks, marks.WAIT, LAYOUT)
         chunk = sum_ticket // chunk_sum_tasks
         if chunk != arrived_chunk:
             arrived_chunk = chunk
@@ -332,11 +342,14 @@ def combine_kernel(
             ):
                 num_sum_tasks = 0  # a wait failed, so this CTA ends
         if num_sum_tasks > 0:
+            num_marks = marks.add(cta_record, num_marks, marks.ADD, LAYOUT)
             sum_task(
                 sum_ticket % chunk_sum_tasks, chunk, y_TD, combine_buffer_WTD, combine_tokens,
                 plan, num_tokens, idx_TK, dweights_TK, dweight_ptrs_W, rank,
                 LAYOUT, BACKWARD, HIDDEN_SIZE, SUM_ROWS, CHUNK,
             )  # fmt: skip
         sum_ticket = tl.atomic_add(tickets + SUM_TICKET, 1, sem="relaxed", scope="gpu")
+    num_marks = marks.add(cta_record, num_marks, marks.OTHER, LAYOUT)
     end_combine(num_exits, plan, routing, status, host_status, LAYOUT)
     end_with_first()
+    marks.end(cta_record, num_marks, LAYOUT)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from halley.fused.kernels import marks
 from halley.fused.kernels.layout import (
     DISPATCH_EXITS,
     FETCH_TICKET,
@@ -158,7 +159,7 @@ def end_dispatch(plan, num_tiles, num_exits, LAYOUT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["send_tokens", "capacity", "copy_capacity", "num_exits"])
 def fetch_kernel(
-    send_ptrs_W, send_tokens, copies_PD, x_RD, plan, capacity, copy_capacity, num_exits,
+    send_ptrs_W, send_tokens, copies_PD, x_RD, plan, capacity, copy_capacity, num_exits, status,
     LAYOUT: tl.constexpr, MODE: tl.constexpr, HIDDEN_SIZE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -180,6 +181,7 @@ def fetch_kernel(
     0 has all its rows when ``tile_arrived[0]`` is 4.
     """
     let_second_begin()
+    cta_record, num_marks = marks.begin(status, marks.FETCH_KERNEL, MODE.backward, LAYOUT)
     ZERO_MULTIPLE: tl.constexpr = MODE.zero_multiple
     usable = usable_here(plan, capacity, copy_capacity, LAYOUT)
     num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES) * usable
@@ -192,6 +194,7 @@ def fetch_kernel(
     ticket = plan + LAYOUT.tickets + FETCH_TICKET
     more = num_tasks > 0
     while more:
+        num_marks = marks.add(cta_record, num_marks, marks.FETCH, LAYOUT)
         task = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
         if task < num_zero:
             if ZERO_MULTIPLE > 0:
@@ -203,7 +206,9 @@ def fetch_kernel(
                 LAYOUT, MODE.row_source, HIDDEN_SIZE, ROWS, COLUMNS,
             )  # fmt: skip
         more = task + 1 < num_tasks
+    num_marks = marks.add(cta_record, num_marks, marks.OTHER, LAYOUT)
     end_dispatch(plan, num_tiles, num_exits, LAYOUT)
+    marks.end(cta_record, num_marks, LAYOUT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,6 +351,7 @@ def arrived_gemm_kernel(
     Example: 300 rows of one expert are tiles 0, 1 and 2 with 128, 128 and 44 rows. With 2 column
     tiles and ``GROUP`` 8, tickets 0-2 are the tiles of column 0, tickets 3-5 those of column 1.
     """
+    cta_record, num_marks = marks.begin(status, marks.FIRST_GEMM_KERNEL, MODE.backward, LAYOUT)
     BLOCK_M: tl.constexpr = LAYOUT.block_m
     ZERO_MULTIPLE: tl.constexpr = MODE.zero_multiple
     num_columns: tl.constexpr = (INTERMEDIATE_SIZE + BLOCK_F - 1) // BLOCK_F
@@ -356,6 +362,7 @@ def arrived_gemm_kernel(
     tickets = plan + LAYOUT.tickets + FIRST_GEMM_TICKET
     ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     while ticket < total:
+        num_marks = marks.add(cta_record, num_marks, marks.WAIT, LAYOUT)
         tile, run = tile_of(ticket, num_tiles, num_runs, GROUP)
         expert = tl.load(plan + LAYOUT.tile_expert + tile)
         num_rows = tl.load(plan + LAYOUT.tile_rows + tile)
@@ -366,6 +373,7 @@ def arrived_gemm_kernel(
         code = failure_code(DISPATCH, 0, tile)
         if wait(arrived, need, timeout_ns, status, host_status, code, "gpu"):
             fence_async()
+            num_marks = marks.add(cta_record, num_marks, marks.MULTIPLY, LAYOUT)
             first = run * RUN
             _first_gemm_run(
                 tile * BLOCK_M, expert, first, tl.minimum(num_columns - first, RUN), num_rows,
@@ -375,5 +383,7 @@ def arrived_gemm_kernel(
             ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
         else:
             ticket = total  # a wait failed, so this CTA ends
+    num_marks = marks.add(cta_record, num_marks, marks.OTHER, LAYOUT)
     end_dispatch(plan, num_tiles, num_exits, LAYOUT)
     end_with_first()
+    marks.end(cta_record, num_marks, LAYOUT)

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from halley.fused.kernels import marks
 from halley.fused.kernels.layout import (
     CALL,
     COUNTED,
@@ -190,6 +191,7 @@ def plan_kernel(
     Example: 40 tokens, 16 tokens for each task, 10 columns of counts. Tickets 0-2 publish, 3-12
     count, 13-15 copy, and the others place.
     """
+    cta_record, num_marks = marks.begin(status, marks.PLAN_KERNEL, False, LAYOUT)
     first_count = num_tasks
     first_copy = first_count + LAYOUT.num_columns
     first_place = first_copy + num_tasks
@@ -199,6 +201,7 @@ def plan_kernel(
     send_buffer_TD = send_buffer_HTD + (epoch % 2).to(tl.int64) * send_tokens * HIDDEN_SIZE
     task = tl.atomic_add(counters + PLAN_TICKET, 1, sem="relaxed", scope="gpu")
     while task < end:
+        num_marks = marks.add(cta_record, num_marks, marks.PUBLISH, LAYOUT)
         if task < first_count:
             publish_task(
                 task, idx_TK, weights_TK, num_tokens, excess_tokens, epoch, rank,
@@ -209,9 +212,9 @@ def plan_kernel(
             if before == num_tasks - 1:
                 signal_all(LAYOUT.published, epoch, rank, routing, routing_ptrs_W, LAYOUT)
         elif task < first_copy:
-            count_task(
-                task - first_count, routing, routing_ptrs_W, plan, epoch, rank, max_rows,
-                counters, status, host_status, timeout_ns, LAYOUT, LOCAL_PADDED,
+            num_marks = count_task(
+                task - first_count, cta_record, num_marks, routing, routing_ptrs_W, plan, epoch,
+                rank, max_rows, counters, status, host_status, timeout_ns, LAYOUT, LOCAL_PADDED,
             )  # fmt: skip
         elif task < first_place:
             row = (task - first_copy) * ROWS
@@ -224,11 +227,14 @@ def plan_kernel(
             # No time limit: a timeout here could report this rank before a count task reports the
             # rank that is missing. Count tasks already run, and their waits have limits.
             code = failure_code(PLAN, rank, 0)
+            num_marks = marks.add(cta_record, num_marks, marks.WAIT, LAYOUT)
             planned = counters + PLANNED
             healthy = wait(planned, epoch, _NO_LIMIT_NS, status, host_status, code, "gpu")
+            num_marks = marks.add(cta_record, num_marks, marks.PLAN, LAYOUT)
             if healthy:
                 _place_task(task - first_place, routing, plan, epoch, rank, LAYOUT)
         task = tl.atomic_add(counters + PLAN_TICKET, 1, sem="relaxed", scope="gpu")
+    num_marks = marks.add(cta_record, num_marks, marks.OTHER, LAYOUT)
     before = tl.atomic_add(counters + PLAN_EXITS, 1, sem="acq_rel", scope="gpu")
     if before == tl.num_programs(0) - 1:
         tl.store(counters + PLAN_TICKET, 0)
@@ -237,7 +243,9 @@ def plan_kernel(
         tl.store(counters + ROWS_COPIED, 0)
         tl.store(counters + PLAN_EXITS, 0)
         count_pass(counters, epoch)
+        num_marks = marks.add(cta_record, num_marks, marks.WAIT, LAYOUT)
         _wait_for_rows(routing, plan, epoch, status, host_status, timeout_ns, LAYOUT)
+    marks.end(cta_record, num_marks, LAYOUT)
 
 
 @triton.jit
@@ -298,7 +306,9 @@ def publish_rows_kernel(
 
     Example: 100 rows, ``ROWS`` 16, 4 CTAs: CTA 0 copies rows 0-15 and 64-79.
     """
+    cta_record, num_marks = marks.begin(status, marks.PUBLISH_KERNEL, True, LAYOUT)
     call = tl.load(plan + LAYOUT.summary + CALL)
+    num_marks = marks.add(cta_record, num_marks, marks.PUBLISH, LAYOUT)
     epoch = next_epoch(counters, status, host_status)
     send_buffer_TD = send_buffer_HTD + (epoch % 2).to(tl.int64) * send_tokens * HIDDEN_SIZE
     for first in range(tl.program_id(0) * ROWS, num_tokens, tl.num_programs(0) * ROWS):
@@ -318,7 +328,9 @@ def publish_rows_kernel(
     if SPREAD_WEIGHTS:
         _spread_weights(plan, weight_R, LAYOUT)
     if is_last:
+        num_marks = marks.add(cta_record, num_marks, marks.WAIT, LAYOUT)
         _wait_and_compare_calls(routing, plan, call, epoch, status, host_status, timeout_ns, LAYOUT)
+    marks.end(cta_record, num_marks, LAYOUT)
 
 
 _launch_plan = Launcher(plan_kernel)
@@ -346,9 +358,8 @@ def make_plan(
     layout, routing, send = context.layout, context.routing_buffer, context.send_buffer.local
     x_TD, idx_TK, weights_TK = aligned(x_TD), aligned(topk_idx_TK), aligned(topk_weights_TK)
     num_tokens, hidden_size = x_TD.shape
-    excess_tokens = 0
-    if num_tokens > send.shape[1]:
-        num_tokens, excess_tokens = 0, num_tokens
+    excess_tokens = num_tokens if num_tokens > send.shape[1] else 0
+    num_tokens -= excess_tokens
     task_tokens = min(COPY_ROWS, layout.block_tokens)
     num_tasks = max(1, -(-num_tokens // task_tokens))
     _launch_plan(
@@ -376,8 +387,8 @@ def publish_rows(
     the routing weight of each row of the plan, float32; padding rows keep their content.
     """
     routing, send = context.routing_buffer, context.send_buffer.local
-    x_TD = aligned(x_TD)
-    num_tokens, hidden_size = x_TD.shape
+    x_TD, hidden_size = aligned(x_TD), x_TD.shape[1]
+    num_tokens = min(x_TD.shape[0], send.shape[1])  # fewer only for an unusable plan: see max_load
     _launch_rows(
         context.num_sms,
         (x_TD, num_tokens, context.rank, send, send.shape[1], routing.local, routing.ptrs_W, plan,

@@ -217,7 +217,8 @@ def _launch_fetch_and_gemm(
     with side_by_side(fused):
         _launch_fetch(
             num_move_ctas,
-            (send.ptrs_W, send.local.shape[1], copies_PD, x_RD, plan, *capacities, num_exits),
+            (send.ptrs_W, send.local.shape[1], copies_PD, x_RD, plan, *capacities, num_exits,
+             context.status),
             (context.layout, mode, hidden_size, *fetch_block),
             dtypes=(x_RD.dtype,), **move_options,
         )  # fmt: skip

@@ -146,6 +146,7 @@ class Layout:
     max_chunks: int = MAX_CHUNKS
     num_tickets: int = NUM_TICKETS
     order_bits: int = ORDER_BITS
+    max_marks: int = 0  # marks that a CTA can record, see ``marks.py``; 0: CTAs record nothing
 
     # Offsets in the routing buffer, and its number of words.
     published: int
@@ -202,6 +203,7 @@ def make_layout(
     block_m: int,
     tp_size: int = 1,
     block_slots: int = 256,
+    max_marks: int = 0,
 ) -> Layout:
     """Return the layout of the routing buffer and the plans of a layer of these sizes."""
     num_local = num_experts * tp_size // num_ranks
@@ -257,6 +259,7 @@ def make_layout(
         max_tokens=max_tokens,
         block_m=block_m,
         block_slots=block_slots,
+        max_marks=max_marks,
         num_local=num_local,
         num_groups=num_groups,
         num_columns=num_columns,
@@ -301,6 +304,6 @@ class KernelContext:
     combine_buffer: SymmTensor  # (W, tokens, D): partial sums for this rank's tokens, by sender
     dweight_buffer: SymmTensor  # float32 (W, tokens, K): gradients of routing weights, by sender
     counters: torch.Tensor  # int32 (NUM_COUNTERS,)
-    status: torch.Tensor  # int64 (STATUS_WORDS,) on the device: failure code or 0
+    status: torch.Tensor  # int64 (2,) on the device: failure code or 0, address of records
     host_status: torch.Tensor  # int64 (HOST_STATUS_WORDS,), pinned; see ``peer.py``
     timeout_ns: int

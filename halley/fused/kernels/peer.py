@@ -20,7 +20,6 @@ from halley.fused.kernels.layout import EPOCH, IS_USABLE, NUM_COPIES, NUM_TILES
 from halley.interpreter import INTERPRETED
 
 
-STATUS_WORDS = 1
 HOST_STATUS_WORDS = 4
 # Kinds of failures, the high bits of a failure code. PLAN to ROWS are waits that timed out.
 PLAN = tl.constexpr(1)
@@ -46,6 +45,11 @@ _LIMITS = {
         "a rank has {index} tokens, more than max_tokens; with max_load buffers do not grow"
     ),
 }
+
+
+def is_overflow(host_status: torch.Tensor) -> bool:
+    """Return whether the failure is that a rank has more rows or tokens than buffers hold."""
+    return int(host_status[0]) >> 48 in (MAX_ROWS.value, MAX_TOKENS.value)
 
 
 def check(host_status: torch.Tensor, *, rank: int, timeout_s: float) -> None:

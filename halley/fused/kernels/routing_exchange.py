@@ -16,6 +16,7 @@ the first row of each expert, and the first index of each block in the lists of 
 import triton
 import triton.language as tl
 
+from halley.fused.kernels import marks
 from halley.fused.kernels.layout import (
     CALL,
     COUNTED,
@@ -282,17 +283,19 @@ def _signal_overflow(num_rows, epoch, rank, routing, routing_ptrs_W, LAYOUT: tl.
 
 @triton.jit
 def count_task(
-    column, routing, routing_ptrs_W, plan, epoch, rank, max_rows,
+    column, cta_record, num_marks, routing, routing_ptrs_W, plan, epoch, rank, max_rows,
     counters, status, host_status, timeout_ns, LAYOUT: tl.constexpr, LOCAL_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Wait for the routing of all ranks and sum one column of counts; the last task calls _lay_out.
 
+    ``cta_record`` and ``num_marks`` are as in ``marks.py``; the function returns ``num_marks``.
     Example: experts 0 and 1 of this rank have 130 and 5 rows, and tiles have 128 rows. Expert 0
     begins at row 0 and has two tiles. Expert 1 begins at row 256. The plan has 3 tiles, 384 rows.
     """
     num_columns: tl.constexpr = LAYOUT.num_columns
     complete = 1
     most_tokens = 0
+    num_marks = marks.add(cta_record, num_marks, marks.WAIT, LAYOUT)
     for peer in range(LAYOUT.num_ranks):
         code = failure_code(PLAN, peer, 0)
         flag = routing + LAYOUT.published + peer
@@ -305,6 +308,7 @@ def count_task(
                 complete = 0
         else:
             complete = 0
+    num_marks = marks.add(cta_record, num_marks, marks.PLAN, LAYOUT)
     usable = complete * (most_tokens == 0)
     _count_column(column, routing, plan, epoch, rank, usable, LAYOUT)
     tl.debug_barrier()
@@ -324,6 +328,7 @@ def count_task(
                 _signal_overflow(num_rows, epoch, rank, routing, routing_ptrs_W, LAYOUT)
         tl.debug_barrier()
         tl.atomic_xchg(counters + PLANNED, epoch, sem="release", scope="gpu")
+    return num_marks
 
 
 @triton.jit

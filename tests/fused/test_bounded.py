@@ -1,0 +1,121 @@
+"""``BoundedStep`` repeats steps in which a rank gets more rows than ``max_load`` allows."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from halley.core.types import Experts
+from halley.fused.bounded import BoundedStep, make_workspaces
+from halley.fused.buffers import Workspaces, find_workspaces
+from halley.strategies.fused import FusedStrategy
+from tests.rank_pool import RunRanks
+from tests.strategies.layer_case import CPU, LayerCase, build, local_experts_of, make_tokens
+
+
+SIZES: dict[str, Any] = {"num_experts": 2, "top_k": 1}
+BALANCED = LayerCase(num_tokens_W=(30, 30), seed=1, **SIZES)
+# All 60 rows for the expert of one rank, whose buffers hold 48: 30 and the padding.
+CROWD = LayerCase(num_tokens_W=(30, 30), skew="one-hot", seed=3, **SIZES)
+MORE_TOKENS = LayerCase(num_tokens_W=(40, 10), seed=4, **SIZES)
+
+
+class Layers(nn.Module):
+    """Two MoE layers with the same experts, and a count of the tokens that they have seen."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        experts = local_experts_of(BALANCED, rank)
+        self.up, self.down = nn.Parameter(experts.up_LGD), nn.Parameter(experts.down_LDF)
+        self.num_tokens: torch.Tensor
+        self.register_buffer("num_tokens", torch.zeros(1))
+
+    def run(self, strategy: FusedStrategy, case: LayerCase, rank: int) -> torch.Tensor:
+        """Run forward and backward on the tokens of a case; return the loss."""
+        x_TD, routing, grad_TD = make_tokens(case, rank)
+        experts = Experts(up_LGD=self.up, down_LDF=self.down)
+        for _ in range(2):
+            self.num_tokens += len(x_TD)
+            x_TD = strategy.forward(x_TD, routing, experts)
+        loss = (x_TD * grad_TD).sum()
+        loss.backward()
+        return loss.detach()
+
+
+def _train(rank: int, num_ranks: int, steps: list[list[LayerCase]]) -> tuple[list[int], list[str]]:
+    """Run steps of microbatches with and without bounds; return numbers of repetitions, warnings.
+
+    Loss of each microbatch that was run last, gradients and buffers must have the same bits.
+    """
+    exact, bounded = Workspaces(dist.group.WORLD, CPU), _make_bounded()
+    wanted, found = Layers(rank), Layers(rank)
+    strategy = build(bounded)
+
+    def run(case: LayerCase) -> torch.Tensor:
+        return found.run(strategy, case, rank)
+
+    step = BoundedStep(run, run, model=found, num_microbatches=len(steps[0]))
+    counts: list[int] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for microbatches in steps:
+            for case in microbatches:
+                assert torch.equal(step(case), wanted.run(build(exact), case, rank))
+            counts.append(step.num_repeated)
+            for name, parameter in wanted.named_parameters():
+                got, want = found.get_parameter(name).grad, parameter.grad
+                assert got is not None
+                assert want is not None
+                assert torch.equal(got, want), name
+            assert torch.equal(found.num_tokens, wanted.num_tokens)
+            wanted.zero_grad()
+            found.zero_grad()
+    for workspaces in (exact, bounded):
+        workspaces.close()
+    return counts, [str(warning.message) for warning in caught]
+
+
+def _make_bounded() -> Workspaces:
+    return make_workspaces(dist.group.WORLD, CPU, max_load=1.0)
+
+
+def test_steps_with_too_many_rows_have_the_bits_of_an_unbounded_run(run_ranks: RunRanks) -> None:
+    """Steps after a repeated one run with bounds again, and only those beyond them are repeated."""
+    steps = [[BALANCED], [CROWD], [MORE_TOKENS], [BALANCED]]
+    (counts, said), (others, silent) = run_ranks(_train, 2, steps)
+    assert counts == others == [0, 1, 2, 2]
+    assert silent == []
+    assert len(said) == 1
+    assert said[0].startswith("rank 0: the experts of rank 0 got ")
+    assert said[0].endswith(
+        " rows, more than max_load allows; the step runs again with exact sizes, and "
+        "num_repeated counts such steps"
+    )
+
+
+def test_all_microbatches_of_a_step_are_repeated(run_ranks: RunRanks) -> None:
+    """The gradients of the first microbatch are lost when the second one has too many rows."""
+    for counts, _ in run_ranks(_train, 2, [[BALANCED, CROWD], [BALANCED, BALANCED]]):
+        assert counts == [1, 1]
+
+
+def test_calls_outside_of_a_step_have_buffers_that_grow() -> None:
+    workspaces = make_workspaces(None, CPU, max_load=1.0)
+    assert find_workspaces(workspaces.handle) is workspaces
+    found: list[Workspaces] = []
+    step = BoundedStep(
+        lambda: found.append(find_workspaces(workspaces.handle)), print, model=_EMPTY
+    )
+    step()
+    assert found == [workspaces.bounded]
+
+
+_EMPTY = nn.Identity()
+
+
+def test_number_of_microbatches_is_checked() -> None:
+    with pytest.raises(ValueError, match=r"^num_microbatches \(0\) must be at least 1$"):
+        BoundedStep(print, print, model=_EMPTY, num_microbatches=0)
