@@ -27,7 +27,7 @@ from halley.core.timeline import Recorder
 from halley.distributed.mesh import ParallelGroups, build_groups, pick_device
 from halley.moe.dense import next_token_loss
 from halley.moe.head_loss import needs_chunks
-from halley.moe.memory_estimate import Placement, StepMemory, estimate_memory
+from halley.moe.memory_estimate import Parallelism, StepMemory, estimate_memory
 from halley.moe.transformer import LossOutput, MoETransformer
 from halley.strategies.registry import build_strategy
 from halley.train.optim import ModelOptimizer
@@ -71,7 +71,7 @@ def step_memory(
         for _ in range(_WARMUP):
             measured, counts_ME = _step(built, optimizer, text=text)
         load = _load(counts_ME, groups)
-        where = Placement(strategy=strategy, ep_size=groups.ep_size, num_ranks=groups.num_ranks)
+        where = Parallelism(strategy=strategy, ep_size=groups.ep_size, num_ranks=groups.num_ranks)
         estimates = {
             "estimated": estimate_memory(config, where, num_tokens=tokens),
             "estimated_at_load": estimate_memory(config, where, num_tokens=tokens, load=load),

@@ -169,9 +169,7 @@ def documents() -> dict[Path, str]:
             "",
             *moe_perf_table(sorted(results.glob("*/moe_perf.jsonl"))),
         ],
-        ROOT / "docs" / "multinode.md": nodes_table(
-            results / "h200x2/layer-nodes-graph.jsonl"
-        ),
+        ROOT / "docs" / "multinode.md": nodes_table(results / "h200x2/layer-nodes-graph.jsonl"),
     }
     return {
         path: render(path.read_text(encoding="utf-8"), lines, name=path.name)

@@ -2,7 +2,7 @@
 
 The head multiplies one chunk of tokens after another. Each chunk yields its share of the loss and
 of the gradients in forward, so its logits are freed before the next chunk. Backward only scales the
-gradients. The GEMMs are as many as without chunks. C is the number of tokens in a chunk.
+gradients. The GEMMs have as much arithmetic as without chunks. C is the tokens of a chunk.
 """
 
 from typing import Any
@@ -35,19 +35,20 @@ def chunked_loss(
     Values are those of ``next_token_loss`` up to rounding. The sums over chunks are float32.
 
     Args:
-        hidden_BSD: inputs of the head, of the dtype of its weight.
+        hidden_BSD: inputs of the head; they are converted to the dtype of its weight.
         targets_BS: int64 token ids, from 0 to V - 1; none is ignored.
     """
     num_tokens, vocab_size = targets_BS.numel(), weight_VD.shape[0]
     num_chunks = -(-num_tokens * vocab_size * weight_VD.itemsize // CHUNK_BYTES)
     chunk_size = -(-num_tokens // max(num_chunks, 1))
-    total, _, _ = _head_loss(
-        hidden_BSD.flatten(0, 1),
-        weight_VD,
-        targets_BS.flatten(),
-        max(chunk_size, 1),
-        torch.is_grad_enabled(),
-    )
+    with torch.autocast(hidden_BSD.device.type, enabled=False):
+        total, _, _ = _head_loss(
+            hidden_BSD.flatten(0, 1).to(weight_VD.dtype),
+            weight_VD,
+            targets_BS.flatten(),
+            max(chunk_size, 1),
+            torch.is_grad_enabled(),
+        )
     return total / num_tokens
 
 

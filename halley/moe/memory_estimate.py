@@ -44,7 +44,7 @@ class StepMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class Parallelism:
     """How a model is spread over GPUs, as far as it matters for the memory of one GPU."""
 
     strategy: str
@@ -54,11 +54,17 @@ class Placement:
     num_nodes: int = 1  # of strategy hierarchical; of deduplicated, whose nodes are ranks
     shard: Shard = "none"
     recompute: bool = False  # activation checkpointing of each block
+    can_fuse: bool = True  # False: strategies across nodes run all-to-alls inside a node
+
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether Halley's kernels run the experts, in shared buffers."""
+        return self.can_fuse and self.strategy in _WITH_BUFFERS
 
 
 def estimate_memory(
     model: ModelConfig,
-    placement: Placement,
+    placement: Parallelism,
     *,
     num_tokens: int,
     num_microbatches: int = 1,
@@ -74,7 +80,7 @@ def estimate_memory(
     num_rows = num_tokens * model.moe.top_k * where.tp_size * load
     weights, gradients, optimizer = _states(model, where)
     buffers = 0.0
-    if where.strategy in _WITH_BUFFERS:
+    if where.runs_kernels:
         buffers = _fused_buffers(model, where, num_tokens=num_tokens)
     routed = _saved_by_experts(model, where, num_tokens=num_tokens, num_rows=num_rows)
     blocks = [
@@ -110,7 +116,7 @@ def estimate_memory(
     )  # fmt: skip
 
 
-def _states(model: ModelConfig, where: Placement) -> tuple[float, float, float]:
+def _states(model: ModelConfig, where: Parallelism) -> tuple[float, float, float]:
     """Return the bytes of weights, gradients and optimizer on a rank, as copies divide them."""
     number = num_parameters(model, ep_size=where.ep_size, tp_size=where.tp_size)
     experts = model.num_moe_layers * sum(expert_weights(model, ep_size=where.ep_size))
@@ -129,11 +135,15 @@ def expert_weights(model: ModelConfig, *, ep_size: int) -> tuple[float, float]:
 
 
 def _saved_by_block(model: ModelConfig, index: int, *, num_tokens: int, routed: float) -> float:
-    saved, width = saved_by_attention(model, num_tokens), model.dense_intermediate_size
-    if model.is_moe_layer(index):
-        saved += saved_by_router(model, num_tokens) + routed
-        width = model.moe.shared_intermediate_size
-    return saved + saved_by_feed_forward(model, width, num_tokens)
+    saved = saved_by_attention(model, num_tokens)
+    if not model.is_moe_layer(index):
+        return saved + saved_by_feed_forward(model, model.dense_intermediate_size, num_tokens)
+    moe = model.moe
+    saved += saved_by_router(model, num_tokens) + routed
+    is_gated = moe.activation == "swiglu"
+    return saved + saved_by_feed_forward(
+        model, moe.shared_intermediate_size, num_tokens, is_gated=is_gated
+    )
 
 
 def saved_by_attention(model: ModelConfig, num_tokens: int) -> float:
@@ -166,21 +176,21 @@ def saved_by_router(model: ModelConfig, num_tokens: int) -> float:
     return num_tokens * per_token + 4.0 * moe.num_experts * model.hidden_size  # float32 weight
 
 
-def saved_by_feed_forward(model: ModelConfig, width: int, num_tokens: int) -> float:
+def saved_by_feed_forward(
+    model: ModelConfig, width: int, num_tokens: int, *, is_gated: bool = True
+) -> float:
     """Return the bytes that a dense feed-forward network of an intermediate size saves; 0 for 0."""
-    num_tensors = (
-        4 if model.moe.activation == "swiglu" else 2
-    )  # gate, silu(gate), up, the input of "down"
+    num_tensors = 4 if is_gated else 2  # gate, silu(gate), up, the input of "down"
     return num_tokens * (num_tensors * width + model.hidden_size) * _ITEMSIZE if width else 0.0
 
 
 def _saved_by_experts(
-    model: ModelConfig, where: Placement, *, num_tokens: int, num_rows: float
+    model: ModelConfig, where: Parallelism, *, num_tokens: int, num_rows: float
 ) -> float:
     moe, hidden = model.moe, model.hidden_size
     inner = moe.intermediate_size // where.tp_size
     up_size = inner * (2 if moe.activation == "swiglu" else 1)
-    if where.strategy not in _WITH_BUFFERS:
+    if not where.runs_kernels:
         # Rows before and after the first GEMM, after the activation, and silu(gate); then rows that
         # return to their tokens, whose number does not depend on the load; orders of the rows.
         kept = hidden + up_size + (2 if moe.activation == "swiglu" else 1) * inner
@@ -193,7 +203,7 @@ def _saved_by_experts(
     return padded * (hidden + up_size) * _ITEMSIZE
 
 
-def _fused_buffers(model: ModelConfig, where: Placement, *, num_tokens: int) -> float:
+def _fused_buffers(model: ModelConfig, where: Parallelism, *, num_tokens: int) -> float:
     """Return the bytes of a ``Workspace``, the buffers that all fused layers share."""
     moe, hidden = model.moe, model.hidden_size
     num_ranks, config = where.ep_size // where.num_nodes, KernelConfig()
@@ -210,7 +220,7 @@ def _fused_buffers(model: ModelConfig, where: Placement, *, num_tokens: int) -> 
     return vectors * hidden * _ITEMSIZE + words * 4.0
 
 
-def _received(model: ModelConfig, where: Placement, *, num_tokens: int) -> float:
+def _received(model: ModelConfig, where: Parallelism, *, num_tokens: int) -> float:
     """Return how many tokens of other nodes a rank receives in a layer."""
     if where.num_nodes == 1:
         return 0.0
@@ -244,7 +254,7 @@ def _head_bytes(model: ModelConfig, num_tokens: int) -> tuple[float, float]:
 
 
 def _backward_bytes(
-    model: ModelConfig, where: Placement, *, num_tokens: int, num_rows: float, routed: float
+    model: ModelConfig, where: Parallelism, *, num_tokens: int, num_rows: float, routed: float
 ) -> float:
     """Return the most bytes that the backward of an MoE layer has beside saved activations."""
     moe, hidden = model.moe, model.hidden_size

@@ -24,7 +24,7 @@ from halley.cost.simulate import HOST, makespan_us, simulate
 from halley.fused.config import KernelConfig
 from halley.moe.memory_check import num_parameters
 from halley.moe.memory_estimate import (
-    Placement,
+    Parallelism,
     Shard,
     StepMemory,
     estimate_memory,
@@ -122,10 +122,10 @@ def plan_layouts(
         ):
             nodes = {"hierarchical": cluster.count_nodes(ep_size), "deduplicated": ep_size}
             for recompute in (False, True) if strategy != "functional" else (False,):
-                placement = Placement(
+                placement = Parallelism(
                     strategy=strategy, ep_size=ep_size, tp_size=tp_size, recompute=recompute,
                     num_nodes=nodes.get(strategy, 1), shard=shard,
-                    num_ranks=cluster.num_ranks,
+                    num_ranks=cluster.num_ranks, can_fuse=_can_fuse(model, cluster),
                 )  # fmt: skip
                 layer = _time_layer(tasks, placement, cluster)
                 layouts.append(
@@ -197,12 +197,17 @@ def _list_sizes(model: ModelConfig, cluster: Cluster) -> Iterator[tuple[int, int
                 yield ep_size, tp_size
 
 
+def _can_fuse(model: ModelConfig, cluster: Cluster) -> bool:
+    """Return whether Halley's kernels can run the experts inside a node."""
+    return cluster.hardware.runs_fused and not model.moe.expert_bias
+
+
 def _list_strategies(
     shape: LayerShape, model: ModelConfig, cluster: Cluster, *, tp_size: int, dense: DenseTimes
 ) -> Iterator[tuple[str, list[Task]]]:
     hardware, local, ep_size = cluster.hardware, cluster.ranks_per_node, shape.ep_size
     num_nodes = cluster.count_nodes(ep_size)
-    runs_fused = hardware.runs_fused and not model.moe.expert_bias
+    runs_fused = _can_fuse(model, cluster)
 
     def shards(shape: LayerShape) -> LayerShape:  # each shard of an expert counts as an expert
         return dataclasses.replace(
@@ -269,7 +274,9 @@ def _move_weights(tasks: list[Task], *, experts_us: float, dense_us: float) -> l
     return moved
 
 
-def _time_layer(tasks: list[Task], placement: Placement, cluster: Cluster) -> tuple[_Times, _Times]:
+def _time_layer(
+    tasks: list[Task], placement: Parallelism, cluster: Cluster
+) -> tuple[_Times, _Times]:
     """Return the times of a layer's forward and backward together, and those of its forward."""
     spans = simulate(tasks)
     # The host launches backward before forward has ended.
@@ -293,7 +300,7 @@ def _time_layer(tasks: list[Task], placement: Placement, cluster: Cluster) -> tu
 def _predict(
     model: ModelConfig,
     cluster: Cluster,
-    placement: Placement,
+    placement: Parallelism,
     *,
     layer: tuple[_Times, _Times],
     dense: DenseTimes,
@@ -346,7 +353,7 @@ def _predict(
 
 
 def _send_us(
-    numbers: dict[str, float], where: Placement, cluster: Cluster, num_bytes: float
+    numbers: dict[str, float], where: Parallelism, cluster: Cluster, num_bytes: float
 ) -> float:
     """Return the us to gather ``num_bytes`` of each parameter in a ring of all its copies.
 

@@ -60,8 +60,9 @@ class HierarchicalStrategy(AbstractStrategy):
         inner: the strategy over ``nodes.local``, for the experts of one node.
         max_load: if not 0, messages have fixed sizes, so the host reads no counts and a CUDA graph
             can capture a layer. A message holds at most ``max_load`` times the tokens that cross
-            with balanced routing, for the most tokens of any rank in the first call. More tokens in
-            a later call are a ``ValueError``; more tokens that cross end the process.
+            with balanced routing, for the most tokens of any rank in the first call. A rank with
+            more tokens in a later call raises a ``ValueError``, and a process ends if more tokens
+            cross; other ranks then wait until their time limit.
         wire_dtype: "float8" sends the tokens of forward between nodes in 8 bits, which costs
             accuracy; "" sends them as they are. Sums and gradients always cross as they are.
     """

@@ -86,6 +86,7 @@ def list_tasks(
     for backward in (False, True):
         listed += _list_pass(
             [part[backward] for part in parts], chunks=[part.chunk for part in pipeline.parts],
+            is_reversed=backward,
             dispatch_us=sums_us if backward else tokens_us,
             combine_us=gradients_us if backward else sums_us,
             add_us=add_us, after=listed[-1].name, suffix=".backward" if backward else "",
@@ -113,19 +114,21 @@ def _list_part(
 
 
 def _list_pass(
-    parts: list[list[Task]], *, chunks: list[int | None], dispatch_us: float, combine_us: float,
-    add_us: float, after: str, suffix: str,
+    parts: list[list[Task]], *, chunks: list[int | None], is_reversed: bool, dispatch_us: float,
+    combine_us: float, add_us: float, after: str, suffix: str,
 ) -> list[Task]:  # fmt: skip
     """Return simulator tasks of forward or backward: parts, overlapped exchanges, final sum.
 
     ``chunks`` has the ``Part.chunk`` of each part. ``after`` names the task before the pass.
+    Backward runs parts and sends chunks in reverse order.
     """
     listed: list[Task] = []
-    for chunk in chunks:
+    order = list(enumerate(zip(parts, chunks, strict=True)))[:: -1 if is_reversed else 1]
+    for _, (_, chunk) in order:
         if chunk is not None:
             listed.append(comm_task(f"rail.dispatch{suffix}.{chunk}", dispatch_us, needs=after))
     last = returned = after
-    for index, (part, chunk) in enumerate(zip(parts, chunks, strict=True)):
+    for index, (part, chunk) in order:
         needs = after if chunk is None else f"rail.dispatch{suffix}.{chunk}"
         listed += _rename(part, f"part.{index}", needs=needs)
         last = listed[-1].name

@@ -92,6 +92,16 @@ def test_without_gradients_the_loss_is_the_same(monkeypatch: pytest.MonkeyPatch)
     assert not got.requires_grad
 
 
+def test_autocast_computes_in_the_dtype_of_the_weight() -> None:
+    hidden_BSD, weight_VD, targets_BS = _make_inputs(3, torch.float32)
+    want = _differentiate(
+        chunked_loss(hidden_BSD, weight_VD, targets_BS=targets_BS), hidden_BSD, weight_VD
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = chunked_loss(hidden_BSD, weight_VD, targets_BS=targets_BS)
+    assert all(map(torch.equal, _differentiate(loss, hidden_BSD, weight_VD), want))
+
+
 def test_when_chunks_save_memory() -> None:
     """Small logits keep their path; so do few tokens, whose logits take less than the sum."""
     qwen = {"vocab_size": 151936, "hidden_size": 2048, "itemsize": 2}

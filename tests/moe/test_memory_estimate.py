@@ -13,7 +13,7 @@ from halley.distributed.mesh import ParallelGroups
 from halley.moe.dense import rotary_table
 from halley.moe.memory_check import num_parameters
 from halley.moe.memory_estimate import (
-    Placement,
+    Parallelism,
     estimate_memory,
     expert_weights,
     saved_by_attention,
@@ -41,7 +41,7 @@ def test_estimate_is_within_5_percent_of_measurements(
 ) -> None:
     """A wrong estimate would list layouts as feasible that run out of memory."""
     model = replace(find_model(name), num_layers=layers)
-    where = Placement(strategy=strategy, ep_size=2, num_ranks=2)
+    where = Parallelism(strategy=strategy, ep_size=2, num_ranks=2)
     found = estimate_memory(model, where, num_tokens=tokens)
     assert found.at_rest / 1e9 == pytest.approx(at_rest, rel=0.05)
     assert found.peak / 1e9 == pytest.approx(peak, rel=0.05)
@@ -108,7 +108,7 @@ def test_saved_bytes_of_a_sequential_block_equal_the_formula(qk_norm: str) -> No
     experts = 512 * 2 * (64 + 2 * 96 + 96 + 96) + 512 * 64 * 2 + 512 * (8 + 8 + 4 + 4)
     found = sum(_saved_bytes(config, "sequential").values())
     assert found == pytest.approx(_outside_norms(config, 256) + experts, abs=8 * 8)  # counts
-    where = Placement(strategy="sequential", ep_size=1, num_ranks=1)
+    where = Parallelism(strategy="sequential", ep_size=1, num_ranks=1)
     whole = estimate_memory(config, where, num_tokens=256).saved
     head = 256 * 2 * (64 + 64 + 256)
     assert whole == saved_by_attention(config, 256) + saved_by_router(config, 256) + experts + head
@@ -131,7 +131,7 @@ def test_states_are_divided_over_copies() -> None:
     experts = 48 * sum(expert_weights(model, ep_size=8))
     assert experts == 48 * 16 * 3 * 2048 * 768
     divided = experts / 2 + (number - experts) / 16
-    where = Placement(strategy="sequential", ep_size=8, num_ranks=16)
+    where = Parallelism(strategy="sequential", ep_size=8, num_ranks=16)
     for shard, weights, others in (("none", number, number), ("optimizer", number, divided),
                                    ("all", divided, divided)):  # fmt: skip
         found = estimate_memory(model, replace(where, shard=shard), num_tokens=8192)
@@ -139,9 +139,23 @@ def test_states_are_divided_over_copies() -> None:
         assert found.gradients == 4 * weights
 
 
+def test_without_kernels_strategies_across_nodes_save_as_sequential() -> None:
+    """On GPUs older than Hopper, all-to-alls run inside a node, and no buffers are shared."""
+    model = find_model("mixtral-8x7b")
+    where = Parallelism(strategy="deduplicated", ep_size=8, num_ranks=8, num_nodes=8)
+    plain = replace(where, strategy="sequential", num_nodes=1)
+    found, want = (
+        estimate_memory(model, each, num_tokens=8192)
+        for each in (replace(where, can_fuse=False), plain)
+    )
+    assert found.buffers == 0
+    assert found.saved == want.saved
+    assert estimate_memory(model, where, num_tokens=8192).buffers > 0
+
+
 def test_recomputed_blocks_save_their_inputs() -> None:
     model = find_model("qwen3-30b-a3b")
-    where = Placement(strategy="fused", ep_size=8, num_ranks=8)
+    where = Parallelism(strategy="fused", ep_size=8, num_ranks=8)
     plain = estimate_memory(model, where, num_tokens=8192)
     again = estimate_memory(model, replace(where, recompute=True), num_tokens=8192)
     head = 2 * 8192 * 2048 * 2 + 151936 * 2048 * 2  # norm's input and gradient; matrix's gradient

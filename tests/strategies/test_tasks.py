@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from halley.cost.simulate import makespan_us, simulate
 from halley.strategies.all_gather import all_gather_tasks
 from halley.strategies.all_to_all import all_to_all_tasks, choose_num_chunks
 from halley.strategies.fused import fused_tasks
+from halley.strategies.part_orders import PIPELINES, list_tasks
 from halley.strategies.registry import build_strategy
 from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import CPU, SIZES, LayerCase, make_inputs, train
@@ -86,6 +88,18 @@ def test_communication_beside_the_experts_slows_them_down() -> None:
     assert durations["dispatch.0"] < durations["experts.0"] / 2
     added_us = durations["experts.1"] - durations["experts.0"]
     assert added_us == pytest.approx(0.37 * durations["dispatch.0"])
+
+
+def test_backward_across_nodes_runs_parts_in_reverse_order() -> None:
+    """The order last-2: the received halves, then own tokens; backward begins with own tokens."""
+    kernels = partial(fused_tasks, chunk_columns=2048, fused=True)
+    last = next(each for each in PIPELINES if each.name == "last-2")
+    tasks = list_tasks(SHAPE, Predictor(H200), num_nodes=4, inner=kernels, pipeline=last)
+    names = [task.name for task in tasks]
+    parts = [name.rpartition(".")[2] for name in names if ".part." in name]
+    assert list(dict.fromkeys(parts)) == ["0", "1", "2"]
+    assert list(dict.fromkeys(reversed(parts))) == ["0", "1", "2"]
+    assert [name[-1] for name in names if name.startswith("rail.dispatch.backward")] == ["1", "0"]
 
 
 def test_chunks_are_chosen_for_slow_communication_only() -> None:
