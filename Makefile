@@ -1,4 +1,4 @@
-# make demo | test | test-unit | lint | docs | chaos | plug-ins | bench | compat | clean
+# make demo | test | test-unit | lint | docs | chaos | plug-ins | bench | compat | foreign | clean
 #
 # PYTHON=python3.12   the interpreter that .venv is made with, 3.11 or newer
 # TORCH=2.11.0        another torch than the one of constraints.txt
@@ -14,7 +14,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -q -q --disable-pip-version-check -c
 # pyright would ask the package index for a newer pyright at each start.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: demo test all-tests test-unit lint style types docs chaos plug-ins bench compat clean
+.PHONY: demo test all-tests test-unit lint style types docs chaos plug-ins bench compat foreign clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed
@@ -62,6 +62,12 @@ bench: $(VENV)/.installed
 # Needs python3.12 on PATH, and 12 GB in the temporary folder for two environments with torch 2.14.1.
 compat: $(VENV)/.installed
 	$(BIN)/python benchmarks/compatibility.py
+
+# The model tests of the installed Transformers, with its experts and with Halley's. Fails if a test
+# has another outcome with Halley. Packages of other frameworks have no tests of expert parallelism
+# that run on CPUs.
+foreign: $(VENV)/.installed
+	$(BIN)/python benchmarks/transformers_suite.py
 
 clean:
 	rm -rf build dist .cache .hypothesis .pytest_cache .ruff_cache

@@ -15,10 +15,12 @@ Results are in benchmarks/results/, tables in docs/.
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -144,7 +146,9 @@ def run_tests(python: Path, framework: Framework, report: Path) -> dict[str, Any
     tests = [path for pattern in framework.tests for path in sorted(folder.glob(pattern))]
     command = [python, "-m", "pytest", *tests, "-q", "-p", "no:cacheprovider"]
     command += ["-o", "junit_family=xunit1", f"--junitxml={report}"]  # the newer has no properties
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    if not report.exists():  # pytest did not start, or was killed
+        raise subprocess.CalledProcessError(done.returncode, command)
     found = {
         "torch": ask(python, "version('torch')").partition("+")[0],
         "python": ask(python, "'%d.%d' % sys.version_info[:2]"),
@@ -229,14 +233,24 @@ def run_gate() -> None:
     No result is written. A framework of this environment is left out: `make test` has it.
 
     Raises:
-        SystemExit: a test failed, or a plug-in had no test that passed.
+        SystemExit: a test failed, a plug-in had no test that passed, or a framework cannot be
+            installed, for example without a network.
     """
     broken: list[str] = []
     for name, framework in FRAMEWORKS.items():
         if find_spec(name.partition("-")[0]) is not None:
             continue
-        newest = [each for each in framework.versions if is_runnable(each)][-1]
-        found = run_version(name, newest, Path(sys.executable))
+        runnable = [each for each in framework.versions if is_runnable(each)]
+        newest = runnable[-1].partition("+")[0]  # with this interpreter and its torch
+        begin = time.monotonic()
+        try:
+            found = run_version(name, newest, Path(sys.executable))
+        except subprocess.CalledProcessError as error:
+            command = shlex.join(map(str, error.cmd))
+            broken.append(f"{name} {newest}: not tested, exit code {error.returncode} of {command}")
+            continue
+        duration_s = time.monotonic() - begin
+        sys.stdout.write(f"{name} {newest}: {found['passed']} passed in {duration_s:.0f} s\n")
         if found["failed"] or not found["passed"]:
             broken.append(f"{name} {newest}: {', '.join(found['failed']) or 'no test passed'}")
     if broken:

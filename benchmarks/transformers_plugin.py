@@ -96,14 +96,18 @@ def _replace_default(strategy: str, record: Record) -> None:
     import torch
 
     import halley.integrations.transformers as halley_transformers
+    from halley.core.timeline import Recorder
+    from halley.integrations.contract import find_problem
     from halley.integrations.transformers import find_extension_point
     from halley.integrations.transformers_experts import read_experts
+    from halley.strategies.registry import build_strategy
 
     halley_transformers.enable(strategy=strategy)
     point = find_extension_point()
     interface = point.experts.ExpertsInterface
     run, own = interface()[halley_transformers.NAME], interface()[_DEFAULT]
-    runner = run.keywords["runner"]
+    device = torch.device("cpu")
+    built = build_strategy(strategy, None, recorder=Recorder(device, enabled=False), device=device)
 
     def watched(experts: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         found = run(experts, hidden_states, top_k_index, top_k_weights)
@@ -111,7 +115,7 @@ def _replace_default(strategy: str, record: Record) -> None:
             return found
         top_k = top_k_index.shape[1]
         kind = read_experts(experts, function=run)
-        if runner.find_problem(kind, top_k=top_k, group=None):
+        if kind.stacked is None or find_problem(kind.stacked, built, top_k=top_k):
             record.count_call("own arithmetic")
             return found
         record.count_call("halley")

@@ -94,6 +94,7 @@ def run(python: Path, tests: list[Path], source: Path, *, options: list[str], re
     command = [python, "-m", "pytest", *tests, "-q", "-p", "transformers_plugin"]
     command += ["-p", "no:randomly", "-p", "no:cacheprovider", f"--rootdir={source}"]
     command += ["-c", "/dev/null", "--tb=no", "--record", record, *options]
+    command += ["--import-mode=append"]  # the package ``tests`` is that of the source tree
     environment = {
         "PYTHONPATH": ":".join(map(str, (source, ROOT / "benchmarks", ROOT))),
         "PATH": "/usr/bin:/bin",
@@ -256,7 +257,8 @@ def compare(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], 
     """Run both sides in a folder; return what came of it, and each side."""
     suites = read_version(options.source) if options.source else ""
     packages = [f"transformers=={options.version}", "httpx", "parameterized"]
-    python = make_environment(folder / "venv", [*packages, "timeout-decorator"])
+    needed = [*packages, "timeout-decorator"]
+    python = make_environment(folder / "venv", Path(sys.executable), needed)
     source = unpack(folder, options.version, options.source)
     tests = [ROOT / "benchmarks" / "transformers_families.py"]
     if options.source:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing
+from halley.distributed.peers import all_gather_objects, name_ranks
 from halley.ops.expert_rows import find_alignment_problem
 from halley.strategies.all_to_all import run_all_to_all
 from halley.strategies.auto import AutoStrategy
@@ -67,17 +69,29 @@ class ExpertRunner:
     Args:
         strategy: a name that ``halley.strategies.registry.build_strategy`` accepts.
         strict: raise ``ValueError`` where the default warns once and runs the framework's code.
+        max_load: with "fused" and "unfused", the size of buffers within a ``BoundedStep``
+            (``halley.fused.bounded``), as a multiple of the balanced load; 0 for none.
 
     Raises:
-        ValueError: ``strategy`` is unknown.
+        ValueError: ``strategy`` is unknown, or ``max_load`` does not fit.
     """
 
-    def __init__(self, strategy: str = "auto", *, strict: bool = False) -> None:
+    def __init__(
+        self, strategy: str = "auto", *, strict: bool = False, max_load: float = 0.0
+    ) -> None:
         check_strategy(strategy)
-        self.strategy = strategy
-        self.strict = strict
+        if max_load and strategy.partition(":")[0] not in _TRACEABLE:
+            rule = f"0 with strategy {strategy}, which reads sizes on the host"
+            raise ValueError(f"max_load ({max_load}) must be {rule}")
+        if max_load and not max_load >= 1:
+            raise ValueError(f"max_load ({max_load}) must be 0 or at least 1")
+        self.strategy, self.strict, self.max_load = strategy, strict, max_load
         self._strategies: dict[tuple[dist.ProcessGroup | None, torch.device], AbstractStrategy] = {}
         self._warned: set[str] = set()
+        self._no_module = nn.Identity()  # stands for the module of calls that name none
+        self._answers: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], str]] = (
+            WeakKeyDictionary()
+        )
 
     def run(
         self,
@@ -130,10 +144,10 @@ class ExpertRunner:
         group: dist.ProcessGroup | None,
         module: nn.Module | None,
     ) -> torch.Tensor:
-        stacked, strategy, problem = experts.stacked, None, experts.reason
+        stacked, strategy, top_k = experts.stacked, None, routing.topk_idx_TK.shape[1]
         if stacked is not None:
             strategy = self._find_strategy(group, x_TD.device)
-            problem = find_problem(stacked, strategy, top_k=routing.topk_idx_TK.shape[1])
+        problem = self._find_problem(experts, strategy, top_k=top_k, group=group, module=module)
         if problem:
             self.check_supported(problem)
         if stacked is None or strategy is None or problem:
@@ -188,15 +202,43 @@ class ExpertRunner:
         with device:  # a framework may have set the default device to "meta"
             return self._find_strategy(group, device)
 
+    def _find_problem(
+        self,
+        experts: LocalExperts,
+        strategy: AbstractStrategy | None,
+        *,
+        top_k: int,
+        group: dist.ProcessGroup | None,
+        module: nn.Module | None,
+    ) -> str:
+        """Return why a rank of the group cannot run its experts by the strategy, or "" if all can.
+
+        The first call of a module, and of a dtype, is a collective. Later calls return its answer:
+        all ranks must run the same collectives, and an exchange in each step would cost time.
+        """
+        stacked = experts.stacked
+        sizes = () if stacked is None else (stacked.up_LGD.shape, stacked.up_LGD.dtype)
+        kind = (group, top_k, *sizes)  # equal on all ranks, so all ranks exchange in the same call
+        answers = self._answers.setdefault(self._no_module if module is None else module, {})
+        if kind not in answers:
+            own = experts.reason
+            if stacked is not None and strategy is not None:
+                own = find_problem(stacked, strategy, top_k=top_k)
+            answers[kind] = _first_problem(own, group)
+        return answers[kind]
+
     def _find_strategy(
         self, group: dist.ProcessGroup | None, device: torch.device
     ) -> AbstractStrategy:
         key = group, device
         if key not in self._strategies:
-            recorder = Recorder(device, enabled=False)
-            self._strategies[key] = build_strategy(
-                self.strategy, group, recorder=recorder, device=device
-            )
+            options: dict[str, Any] = {"recorder": Recorder(device, enabled=False)}
+            if self.max_load:
+                # Imported here: Triton is missing on some platforms.
+                from halley.fused.bounded import make_workspaces
+
+                options["workspaces"] = make_workspaces(group, device, max_load=self.max_load)
+            self._strategies[key] = build_strategy(self.strategy, group, device=device, **options)
         return self._strategies[key]
 
 
@@ -215,10 +257,24 @@ def find_problem(experts: Experts, strategy: AbstractStrategy, *, top_k: int) ->
     return find_alignment_problem(experts) or strategy.find_problem(experts, top_k=top_k)
 
 
+def _first_problem(own: str, group: dist.ProcessGroup | None) -> str:
+    """Return the first problem that a rank of the group reports, or ""; a collective.
+
+    If some ranks have no problem, the text names the ranks that have one.
+    """
+    if group is None:
+        return own
+    found = all_gather_objects(own, group=group, operation="the choice of how experts run")
+    ranks = dist.get_process_group_ranks(group)
+    with_problem = [rank for rank, problem in zip(ranks, found, strict=True) if problem]
+    first = next((problem for problem in found if problem), "")
+    return first if len(with_problem) in (0, len(found)) else f"{name_ranks(with_problem)}: {first}"
+
+
 @cache
-def shared_runner(strategy: str, strict: bool) -> ExpertRunner:
-    """Return the one ``ExpertRunner`` that all layers with these two options share."""
-    return ExpertRunner(strategy, strict=strict)
+def shared_runner(strategy: str, strict: bool, max_load: float = 0.0) -> ExpertRunner:
+    """Return the one ``ExpertRunner`` that all layers with these options share."""
+    return ExpertRunner(strategy, strict=strict, max_load=max_load)
 
 
 def _apply_function(

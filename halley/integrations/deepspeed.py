@@ -33,8 +33,9 @@ FRAMEWORK.check_parameters(
 def enable(strategy: str = "auto", *, strict: bool = False) -> str:
     """Make AutoEP build a subclass of ``HalleyMoELayer`` in every later ``deepspeed.initialize``.
 
-    A second call replaces the options of the first for engines made after it. The returned sentence
-    says what was enabled.
+    A second call replaces the options of the first for engines made after it. Existing engines keep
+    their layers and options, and DeepSpeed still finds these layers. The returned sentence says
+    what was enabled.
 
     Args:
         strategy: a name that ``halley.build_strategy`` accepts, such as "fused:inputs".
@@ -120,15 +121,22 @@ class HalleyMoELayer(_deepspeed.AutoEPMoELayer):
         return self.experts(rows_RD, torch.bincount(ids_R, minlength=self.num_local_experts))
 
 
-@cache
-def _layer_class(strategy: str, strict: bool) -> type[HalleyMoELayer]:
-    """Return a subclass of ``HalleyMoELayer`` for the options; equal options give the same class.
+class _HasAllLayers(type):
+    """Metaclass of a class of which every AutoEP layer is an instance, for ``isinstance``.
 
-    DeepSpeed looks for MoE layers, also of engines made before, by ``isinstance``
-    with the class that the last ``enable`` put in place of AutoEP's.
+    DeepSpeed looks for MoE layers by ``isinstance`` with the class that the last ``enable`` put in
+    place of AutoEP's. It must also find layers of engines that were made before this call.
     """
 
-    class Layer(HalleyMoELayer):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _deepspeed.AutoEPMoELayer)
+
+
+@cache
+def _layer_class(strategy: str, strict: bool) -> type[HalleyMoELayer]:
+    """Return a subclass of ``HalleyMoELayer`` with these options, the same for equal options."""
+
+    class Layer(HalleyMoELayer, metaclass=_HasAllLayers):
         runner = shared_runner(strategy, strict)
 
     return Layer

@@ -3,6 +3,7 @@
 torchtitan's option ``--override.imports halley.integrations.torchtitan.enable`` calls ``enable``.
 """
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +34,33 @@ _titan = FRAMEWORK.import_names(
         "GroupedExperts": "torchtitan.models.common.moe",
         "LocalTokenDispatcher": "torchtitan.models.common.token_dispatcher",
         "AllToAllTokenDispatcher": "torchtitan.models.common.token_dispatcher",
+        "MinimalAsyncEPTokenDispatcher": "torchtitan.models.common.token_dispatcher",
+        "HybridEPTokenDispatcher": "torchtitan.models.common.token_dispatcher",
         "maybe_set_sparse_mesh": "torchtitan.distributed.spmd_types",
         "no_typecheck": "spmd_types",
     }
 )
+# Dispatchers with which torchtitan captures CUDA graphs, which it does not with all-to-alls.
+_CAPTURED = (_titan.MinimalAsyncEPTokenDispatcher.Config, _titan.HybridEPTokenDispatcher.Config)
 _ROUTING = ("topk_scores_BLK", "topk_expert_ids_BLK", "num_local_tokens_per_expert_E")
 FRAMEWORK.check_parameters(_titan.RoutedExperts.forward, "self", "x_BLD", *_ROUTING)
+
+
+class MeshHolder(_titan.MinimalAsyncEPTokenDispatcher):
+    """Token dispatcher that only keeps the mesh of expert parallelism.
+
+    Its base class is one with which torchtitan captures CUDA graphs.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_titan.MinimalAsyncEPTokenDispatcher.Config):
+        """The configuration of MinimalAsyncEP, of which nothing is used."""
+
+    def __init__(self, config: Any) -> None:
+        super(_titan.MinimalAsyncEPTokenDispatcher, self).__init__(config)  # needs no GPU
+
+    def init_buffer(self) -> None:
+        """Allocate no buffers."""
 
 
 class HalleyRoutedExperts(_titan.RoutedExperts):
@@ -53,10 +75,11 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
 
         strategy: str = "auto"  # a name that halley.build_strategy accepts, such as "fused:inputs"
         strict: bool = False  # raise an error, do not only warn, if Halley cannot run the experts
+        max_load: float = 0.0  # as for ``ExpertRunner``, for steps in CUDA graphs
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self._runner = shared_runner(config.strategy, config.strict)
+        self._runner = shared_runner(config.strategy, config.strict, config.max_load)
         self._prepared: Any = None
         self._unsupported = ""
         if type(self.inner_experts) is not _titan.GroupedExperts:
@@ -116,7 +139,7 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
 
 
 @_titan.override(target=_titan.RoutedExperts.Config, description="routed experts run by Halley")
-def enable(cfg: Any, *, strategy: str = "auto", strict: bool = False) -> Any:
+def enable(cfg: Any, *, strategy: str = "auto", strict: bool = False, max_load: float = 0.0) -> Any:
     """Return Halley's configuration of routed experts, or ``cfg`` if Halley cannot run them.
 
     It changes nothing by itself: torchtitan calls it for each MoE layer if ``--override.imports``
@@ -125,16 +148,46 @@ def enable(cfg: Any, *, strategy: str = "auto", strict: bool = False) -> Any:
 
     Args:
         cfg: torchtitan's ``RoutedExperts.Config``.
-        strategy, strict: as in ``HalleyRoutedExperts.Config``.
+        strategy, strict, max_load: as in ``HalleyRoutedExperts.Config``. With ``max_load``, the
+            trainer's CUDA graphs can include the experts, see the document.
 
     Raises:
-        ValueError: ``strategy`` is unknown; or ``strict``, and Halley cannot run these experts.
+        ValueError: ``strategy`` is unknown; ``max_load`` does not fit; or ``strict``, and Halley
+            cannot run these experts.
     """
-    runner = shared_runner(strategy, strict)
-    if problem := _find_problem(cfg):
+    runner = shared_runner(strategy, strict, max_load)
+    if problem := _find_problem(cfg, max_load=max_load):
         runner.warn_or_raise(problem, fallback="torchtitan runs them")
         return cfg
-    return _titan.derive(cfg, HalleyRoutedExperts.Config, strategy=strategy, strict=strict)
+    options: dict[str, Any] = {"strategy": strategy, "strict": strict, "max_load": max_load}
+    if max_load:
+        trainer: Any = importlib.import_module("torchtitan.trainer")
+        trainer.wrap_with_cuda_graph = wrap_with_cuda_graph
+    old = cfg.token_dispatcher
+    if type(old) in _CAPTURED:
+        options["token_dispatcher"] = MeshHolder.Config(
+            num_experts=old.num_experts, top_k=old.top_k
+        )
+    return _titan.derive(cfg, HalleyRoutedExperts.Config, **options)
+
+
+def wrap_with_cuda_graph(forward_backward: Any) -> Any:
+    """Return a ``BoundedStep`` of the step that torchtitan's trainer captures in a CUDA graph.
+
+    It replaces torchtitan's function of this name in the module of the trainer.
+    ``forward_backward`` is a method of the trainer.
+    """
+    # Imported here: Triton is missing on some platforms.
+    from halley.fused.bounded import BoundedStep
+
+    graphs: Any = importlib.import_module("torchtitan.distributed.cudagraph")
+    trainer = forward_backward.__self__
+    return BoundedStep(
+        graphs.wrap_with_cuda_graph(forward_backward),
+        forward_backward,
+        model=trainer.model_parts[0],
+        num_microbatches=trainer.gradient_accumulation_steps,
+    )
 
 
 @_titan.override(target=_titan.RoutedExperts.Config, description="routed experts run by Halley")
@@ -145,13 +198,15 @@ def halley(cfg: Any, *, strategy: str = "auto", strict: bool = False) -> Any:
     return enable(cfg, strategy=strategy, strict=strict)
 
 
-def _find_problem(cfg: Any) -> str:
+def _find_problem(cfg: Any, *, max_load: float) -> str:
     if type(cfg) is not _titan.RoutedExperts.Config:
         return f"routed experts ({type(cfg).__qualname__}) must be torchtitan's own RoutedExperts"
     # Non-standard dispatchers may drop tokens, which changes values, or pad experts' rows.
-    standard = (_titan.LocalTokenDispatcher.Config, _titan.AllToAllTokenDispatcher.Config)
+    supported = [_titan.LocalTokenDispatcher.Config, _titan.AllToAllTokenDispatcher.Config]
+    if max_load:  # Halley replaces the dispatcher, and drops no token
+        supported += _CAPTURED
     dispatcher = type(cfg.token_dispatcher)
-    if dispatcher not in standard:
+    if dispatcher not in supported:
         rule = 'that of moe_comm_backend="standard"'
         return f"token dispatcher ({dispatcher.__qualname__}) must be {rule}"
     return ""

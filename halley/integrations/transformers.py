@@ -109,6 +109,7 @@ def enable(
     group: Group = None,
     strategy: str = "auto",
     strict: bool = False,
+    max_load: float = 0.0,
     default: bool = True,
 ) -> str:
     """Make Halley run the experts of ``model``; without ``model``, of models that are loaded later.
@@ -116,7 +117,7 @@ def enable(
     Without ``model``, Halley runs models that are loaded afterwards with ``ep_size`` above 1
     (Transformers 5.19 and newer). On a single rank, it runs models that are loaded with
     ``experts_implementation="halley"``. A second call replaces the options of the first for models
-    loaded after it.
+    loaded after it. The returned sentence says what was enabled.
 
     With ``model``, Halley runs this model, which every rank has loaded in full (Transformers 5.0
     and newer). Each rank keeps its share of the experts, ``(E / W, ...)``, under the same parameter
@@ -129,18 +130,16 @@ def enable(
         group: with ``model``: the process group or mesh of all ranks; None also means all ranks.
         strategy: a name that ``halley.build_strategy`` accepts, such as "fused:inputs".
         strict: raise an error where the default warns once and leaves a module to Transformers.
+        max_load: as for ``ExpertRunner``: for training steps in CUDA graphs, see the document.
         default: False restricts Halley to models with ``ep_implementation="halley"`` (5.23 and
             newer); True includes models that name no implementation.
 
-    Returns:
-        A sentence that says what was enabled.
-
     Raises:
-        ValueError: ``strategy`` is unknown; Transformers is not installed, too old or too new;
-            ``model`` has no experts, or their number is no multiple of the number of ranks; or
-            ``strict``, and Halley cannot run a module.
+        ValueError: ``strategy`` is unknown; ``max_load`` does not fit; Transformers is not
+            installed, too old or too new; ``model`` has no experts, or their number is no multiple
+            of the number of ranks; or ``strict``, and Halley cannot run a module.
     """
-    runner = ExpertRunner(strategy, strict=strict)
+    runner = ExpertRunner(strategy, strict=strict, max_load=max_load)
     point = find_extension_point()
     said = f"transformers {point.version}: experts run by Halley (strategy {strategy}) in "
     if model is not None:

@@ -33,7 +33,7 @@ writers = _core("dist_checkpointing.strategies.filesystem_async")
 dispatchers = _core("transformer.moe.token_dispatcher")
 halley_megatron: Any = importlib.import_module("halley.integrations.megatron")
 
-NUM_EXPERTS, VOCABULARY, SEQ_LEN, BATCH = 8, 64, 16, 2
+NUM_EXPERTS, VOCABULARY, SEQ_LEN, BATCH, EP_SIZE = 8, 64, 16, 2, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,8 @@ class Case:
     schedule: str = "plain"
     settings: dict[str, Any] = field(default_factory=dict)  # of Megatron's configuration
     fusion: bool = False
+    num_ranks: int = 2
+    num_steps: int = 4
 
 
 class _NoStream:
@@ -102,9 +104,10 @@ def on_cpu() -> Iterator[None]:
 
 
 def start(num_ranks: int) -> None:
-    """Create Megatron's process groups, with one expert-parallel group of all ranks."""
+    """Create Megatron's process groups, with expert-parallel groups of at most two ranks."""
     if not parallel_state.is_initialized():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks)
+        size = min(num_ranks, EP_SIZE)
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=size)
 
 
 def make_config(num_ranks: int, **settings: Any) -> Any:
@@ -120,7 +123,7 @@ def make_config(num_ranks: int, **settings: Any) -> Any:
             "ffn_hidden_size": 24,
             "moe_token_dispatcher_type": "alltoall",
             "moe_router_load_balancing_type": "none",
-            "expert_model_parallel_size": num_ranks,
+            "expert_model_parallel_size": min(num_ranks, EP_SIZE),
             "add_bias_linear": False,
             "gated_linear_unit": True,
             "activation_func": torch.nn.functional.silu,

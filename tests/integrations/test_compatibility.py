@@ -55,6 +55,16 @@ def test_table_of_versions_matches_the_results(name: str) -> None:
     assert compatibility.render(document, compatibility.table(results, framework.row)) == document
 
 
+def test_gate_fails_where_a_framework_cannot_be_installed(monkeypatch) -> None:
+    """Without a network, for example: the gate must not pass with no test run."""
+    missing = compatibility.Framework(plugin="none", tests=(), versions=("1.0",))
+    monkeypatch.setattr(compatibility, "FRAMEWORKS", {"missing-framework": missing})
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    message = r"missing-framework 1.0: not tested, exit code 1 of .* pip install .*==1.0$"
+    with pytest.raises(SystemExit, match=message):
+        compatibility.run_gate()
+
+
 def test_measured_steps_in_the_document_are_those_of_the_results() -> None:
     lines = (ROOT / "benchmarks/results/h200x4/transformers_step.jsonl").read_text().splitlines()
     document = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")

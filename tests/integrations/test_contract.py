@@ -1,6 +1,7 @@
 """``ExpertRunner`` equals the reference layer; ``Framework`` checks installed versions."""
 
 import importlib
+import re
 import sys
 import warnings
 from types import ModuleType
@@ -20,6 +21,7 @@ from halley.integrations.contract import (
     find_module,
 )
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
+from tests.integrations.framework_case import messages
 from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import (
     LayerCase,
@@ -116,6 +118,41 @@ def test_fused_reports_biases(strict: bool, run_ranks: RunRanks) -> None:
     if not strict:
         start = "halley: sequential, with the framework's own expert code: expert_bias (true)"
         assert path.startswith(start)
+
+
+def _misalign_one_rank(rank: int, num_ranks: int, strict: bool) -> tuple[list[str], str]:
+    """Run two steps with a weight of rank 1 not aligned; return warnings and description."""
+    case = LayerCase(num_tokens_W=(3, 5))
+    experts, module = local_experts_of(case, rank), nn.Identity()
+    if rank == 1:
+        storage = torch.zeros(experts.up_LGD.numel() + 1)
+        up_LGD = storage[1:].view_as(experts.up_LGD).copy_(experts.up_LGD.detach())
+        experts = experts.with_tensors({**experts.tensors(), "up_LGD": up_LGD.requires_grad_()})
+    runner, local, group = ExpertRunner("fused", strict=strict), _local(experts), dist.group.WORLD
+    with messages() as found:
+        for _ in range(2):
+            x_TD, routing, grad_TD = make_tokens(case, rank)
+            y_TD = runner.run(x_TD, routing, local, group=group, module=module)
+            y_TD.backward(grad_TD)
+            _assert_near(y_TD, expected(case, rank)["y"])
+            assert x_TD.grad is not None
+            _assert_near(x_TD.grad, expected(case, rank)["x.grad"])
+    return found, describe(module).get("", "")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_unaligned_weight_of_one_rank_decides_for_all(strict: bool, run_ranks: RunRanks) -> None:
+    """Else one rank would run all-to-alls while the other waits in kernels, until a time limit."""
+    problem = r"rank 1: up_LGD \(at 0x[0-9a-f]+\) must begin on a multiple of 16 bytes"
+    (first, path), (second, other) = run_ranks(_misalign_one_rank, 2, strict)
+    assert re.match(rf"strategy \(fused\) cannot run experts of this kind: {problem}", first[0])
+    assert path == other
+    if strict:
+        assert first == second
+    else:
+        assert len(first) == 1
+        assert second == []
+        assert re.match(rf"halley: sequential, with the framework's own .*: {problem}", path)
 
 
 def test_unaligned_experts_run_by_the_frameworks_code() -> None:

@@ -45,6 +45,8 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)  # of DeepSpeed's "expert_parallel"
     activation: str = ""  # DeepSpeed's name of the experts' activation; "" for the model's
     strict: bool = True  # as for ``enable``
+    num_ranks: int = 2
+    num_microbatches: int = 1  # of a step of the optimizer
 
 
 @contextmanager
@@ -85,6 +87,7 @@ def build_engine(case: Case) -> Any:
             model_parameters=model.parameters(),
             config={
                 "train_micro_batch_size_per_gpu": BATCH,
+                "gradient_accumulation_steps": case.num_microbatches,
                 "zero_optimization": {"stage": case.stage},
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
                 "expert_parallel": {
@@ -104,12 +107,12 @@ def build_engine(case: Case) -> Any:
 
 
 def train(rank: int, num_ranks: int, case: Case, num_steps: int) -> tuple[list[float], Any]:
-    """Train on random tokens; return the mean loss of each step, and the descriptions."""
+    """Train on random tokens; return the loss of each microbatch, and the descriptions."""
     with launched(rank, num_ranks):
         engine = build_engine(case)
         generator = torch.Generator().manual_seed(rank)
         losses: list[float] = []
-        for _ in range(num_steps):
+        for _ in range(num_steps * case.num_microbatches):
             tokens = torch.randint(0, VOCABULARY, (BATCH, SEQ_LEN), generator=generator)
             loss = engine(input_ids=tokens, labels=tokens).loss
             engine.backward(loss)
@@ -127,6 +130,7 @@ CASES = {
     "mixtral, one rank": Case(ep_size=1),
     "qwen3_moe, ZeRO 2": Case(model="qwen3_moe", stage=2),
     "own activation": Case(activation="swiglu_oai"),
+    "dp2 x ep2, two microbatches, ZeRO 2": Case(stage=2, num_ranks=4, num_microbatches=2),
 }
 EXAMPLE = Path(__file__).parents[2] / "examples" / "06_deepspeed.py"
 
@@ -134,14 +138,17 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "06_deepspeed.py"
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
-        *((name, "sequential") for name in CASES),
+        *((name, "sequential") for name, case in CASES.items() if case.num_ranks == 2),
         ("mixtral, ZeRO 2", "chunked"),
         ("mixtral, ZeRO 2", "fused"),
+        ("dp2 x ep2, two microbatches, ZeRO 2", "fused"),
     ],
 )
 def test_losses_equal_deepspeeds(name, strategy, run_ranks, record_property) -> None:
     case = CASES[name]
-    found = run_ranks(train_both, 2, train, case, replace(case, strategy=strategy), NUM_STEPS)
+    enabled = replace(case, strategy=strategy)
+    arguments = (train_both, case.num_ranks, train, case, enabled, NUM_STEPS)
+    found = run_ranks(*arguments, timeout_s=240.0)
     reason = "the experts' activation is swiglu_oai" if case.activation else ""
     check_losses(found, "model.layers.{}.mlp", f"halley: {strategy}", reason=reason)
     record_property("ran", strategy)
@@ -164,6 +171,26 @@ def _exchange(rank: int, num_ranks: int, folder: Path) -> None:
 
 def test_checkpoints_are_interchangeable(tmp_path: Path, run_ranks: RunRanks) -> None:
     run_ranks(_exchange, 2, tmp_path)
+
+
+def _save_after_enable(rank: int, num_ranks: int, folder: Path) -> None:
+    """Save an engine with DeepSpeed's layers and one with Halley's after another ``enable``."""
+    with launched(rank, num_ranks):
+        engines = {kind or "own": build_engine(Case(strategy=kind)) for kind in ("", "sequential")}
+        halley_deepspeed.enable("chunked", strict=True)
+        try:
+            for name, engine in engines.items():
+                engine.save_checkpoint(str(folder / name), tag="saved")
+        finally:
+            halley_deepspeed.disable()
+
+
+def test_existing_engines_save_their_experts_after_another_enable(tmp_path, run_ranks) -> None:
+    """DeepSpeed writes a file for each expert of the layers that it finds by ``isinstance``."""
+    run_ranks(_save_after_enable, 2, tmp_path)
+    for name in ("own", "sequential"):
+        files = sorted(path.name for path in (tmp_path / name / "saved").glob("layer_*_expert_*"))
+        assert len(files) == 2 * 8, files  # 2 layers of 8 experts
 
 
 def _run_unsupported(rank: int, num_ranks: int, case: Case) -> list[str]:
@@ -217,7 +244,6 @@ def test_enable_reports_and_disable_restores() -> None:
         made.append(layers.AutoEPMoELayer)
     halley_deepspeed.disable()
     assert layers.AutoEPMoELayer is own
-    # DeepSpeed checks layers by isinstance, so equal options must give the same class.
     assert made[0] is made[2]
     assert made[0] is not made[1]
 

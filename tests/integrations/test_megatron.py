@@ -31,7 +31,6 @@ from tests.integrations.megatron_case import (
 from tests.rank_pool import RunRanks
 
 
-NUM_STEPS = 4
 NUM_RESUMED_STEPS = 2  # before a checkpoint, and again after it
 CASES = {
     "plain": Case(),
@@ -43,6 +42,7 @@ CASES = {
     ),
     "own activation": Case(settings={"activation_func": torch.nn.functional.gelu}),
     "capacity": Case(settings={"moe_expert_capacity_factor": 1.0}),
+    "dp2 x ep2": Case(num_ranks=4, num_steps=10),
 }
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "05_megatron.py"
@@ -51,15 +51,18 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "05_megatron.py"
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
-        *((name, "sequential") for name in CASES),
+        *((name, "sequential") for name, case in CASES.items() if case.num_ranks == 2),
         ("batch overlap", "chunked"),
         ("batch overlap", "fused:recompute"),
         ("main_grad", "fused"),
+        ("dp2 x ep2", "fused"),
     ],
 )
 def test_losses_equal_megatrons(name, strategy, run_ranks, record_property) -> None:
     case = CASES[name]
-    found = run_ranks(train_both, 2, train, case, replace(case, strategy=strategy), NUM_STEPS)
+    enabled = replace(case, strategy=strategy)
+    arguments = (train_both, case.num_ranks, train, case, enabled, case.num_steps)
+    found = run_ranks(*arguments, timeout_s=240.0)
     reason = "the experts' activation is gelu" if name == "own activation" else ""
     check_losses(found, "decoder.layers.{}.mlp", f"halley: {strategy}", reason=reason)
     record_property("ran", strategy)
@@ -226,6 +229,7 @@ def test_unsupported_settings_are_left_to_megatron(strict: bool, run_ranks: RunR
 @pytest.mark.parametrize(
     ("name", "value", "rule"),
     [
+        ("expert_tensor_parallel_size", 2, "1"),
         ("moe_mlp_glu_interleave_size", 32, "None"),
         ("moe_token_dispatcher_type", "flex", "one of allgather, alltoall"),
         ("transformer_impl", "inference_optimized", "one of local, transformer_engine"),

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
-from tests.integrations.framework_case import check_losses, train_both
+from tests.integrations.framework_case import TOLERANCE, check_losses, train_both
 from tests.rank_pool import RunRanks
 
 
@@ -56,6 +57,9 @@ class Case:
     tp_size: int = 1
     changed: bool = False  # use experts that no strategy can run
     compiled: bool = False  # compile each block, as ``--compile.enable`` does
+    num_ranks: int = 2
+    num_steps: int = 4
+    num_microbatches: int = 1  # of a step
 
 
 class OtherExperts(moe.GroupedExperts):
@@ -170,7 +174,8 @@ def build_model(case: Case, model_config: Any) -> tuple[Any, Any]:
     training = config.TrainingConfig(seq_len=SEQ_LEN, mixed_precision_param=case.dtype)
     # The rest of the trainer's configuration has no effect on the model.
     words = override.OverrideConfig(imports=override.parse_cli_imports(list(case.flag)))
-    model_config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
+    parts = SimpleNamespace(parallelism=parallelism, training=training)
+    model_config.update_from_config(config=parts)
     override.apply_overrides(words, model_config)
     with torch.device("meta"):
         model = model_config.build()
@@ -203,9 +208,12 @@ def train(rank: int, num_ranks: int, case: Case, num_steps: int) -> tuple[list[f
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses: list[float] = []
         for _ in range(num_steps):
-            tokens = torch.randint(0, VOCABULARY, (2, SEQ_LEN + 1), generator=generator)
-            inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-            losses.append(_step(model, context, inputs, labels, case))
+            loss = 0.0
+            for _ in range(case.num_microbatches):
+                tokens = torch.randint(0, VOCABULARY, (2, SEQ_LEN + 1), generator=generator)
+                inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+                loss += _step(model, context, inputs, labels, case) / case.num_microbatches
+            losses.append(loss)
             if case.backend == "spmd_types":
                 _add_gradients(model)
             optimizer.step()
@@ -234,7 +242,7 @@ def _add_gradients(model: Any) -> None:
             dist.all_reduce(parameter.grad)
 
 
-NUM_STEPS = 4
+FOUR_RANKS = Case(num_ranks=4, num_steps=10, num_microbatches=2)
 CASES = {
     "ep2": Case(),
     "spmd_types": Case(backend="spmd_types"),
@@ -243,6 +251,8 @@ CASES = {
     "own_experts": Case(changed=True),
     "compiled": Case(compiled=True),
     "compiled_spmd_types": Case(compiled=True, backend="spmd_types"),
+    "fsdp2 x ep2, two microbatches": FOUR_RANKS,
+    "fsdp2 x ep2, two microbatches, compiled": replace(FOUR_RANKS, compiled=True),
 }
 EXAMPLE = Path(__file__).parents[2] / "examples" / "04_torchtitan.py"
 
@@ -254,7 +264,13 @@ def _flag(**options: Any) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
-        *((name, "sequential") for name in CASES if not CASES[name].compiled),
+        *(
+            (n, "sequential")
+            for n, case in CASES.items()
+            if case.num_ranks == 2 and not case.compiled
+        ),
+        ("fsdp2 x ep2, two microbatches", "fused"),
+        ("fsdp2 x ep2, two microbatches, compiled", "fused"),
         ("ep2", "chunked"),
         ("spmd_types", "chunked"),
         ("ep2", "fused"),
@@ -266,16 +282,111 @@ def test_losses_equal_torchtitans(name, strategy, run_ranks, record_property) ->
     case = CASES[name]
     enabled = replace(case, flag=_flag(strategy=strategy, strict=True))
     own = replace(case, compiled=False)
-    found = run_ranks(train_both, 2, train, own, enabled, NUM_STEPS, timeout_s=120.0)
+    arguments = (train_both, case.num_ranks, train, own, enabled, case.num_steps)
+    found = run_ranks(*arguments, timeout_s=240.0)
     reason = "experts module OtherExperts is no plain GroupedExperts" if case.changed else ""
     check_losses(found, "layers.{}.moe.routed_experts", f"halley: {strategy}", reason=reason)
     record_property("ran", strategy)
 
 
+class _Trainer:
+    """The part of torchtitan's trainer that runs forward and backward, for a model on CPU ranks."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        # torchtitan captures CUDA graphs with this dispatcher, and not with the standard one.
+        captured = {"comm_backend": "hybridep", "non_blocking_capacity_factor": 1.0}
+        comm = captured if case.flag else {}
+        model, self.context = build_model(case, make_config(num_experts=4, **comm))
+        self.model_parts, self.gradient_accumulation_steps = [model], 2
+        # A token has the logits a, a, -a and -a: it chooses both experts of rank 0, or of rank 1.
+        row = torch.randn(1, DIM, generator=torch.Generator().manual_seed(0))
+        logits = torch.cat([row, row, -row, -row])
+        for layer in model.layers.values():
+            weight = layer.moe.router.gate.weight
+            with torch.no_grad():
+                weight.copy_(distribute_tensor(logits, weight.device_mesh, weight.placements))
+
+    def run(self, inputs: Any, labels: Any) -> float:
+        return _step(self.model_parts[0], self.context, inputs, labels, self.case)
+
+
+def _train_bounded(rank: int, num_ranks: int, case: Case) -> tuple[list[float], int]:
+    """Train on random tokens and on equal ones, which all choose the same experts."""
+    with on_cpu(case), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = _Trainer(case)
+        step = trainer.run
+        if case.flag:
+            # The module of the trainer has Halley's function, whose steps may be repeated.
+            step = _torchtitan("trainer").wrap_with_cuda_graph(trainer.run)
+        (model,) = trainer.model_parts
+        generator = torch.Generator().manual_seed(rank)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses: list[float] = []
+        for microbatch in range(8):
+            tokens = torch.randint(0, VOCABULARY, (2, SEQ_LEN + 1), generator=generator)
+            if microbatch % 4 == 3:
+                tokens[:] = microbatch
+            inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+            losses.append(step(inputs, labels))
+            if microbatch % trainer.gradient_accumulation_steps == 1:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+        said = [str(warning.message) for warning in caught]
+        assert len([text for text in said if "more than max_load allows" in text]) == (
+            1 if case.flag and rank == 0 else 0
+        )
+        return losses, getattr(step, "num_repeated", 0)
+
+
+def _train_bounded_and_own(rank: int, num_ranks: int) -> tuple[list[float], list[float], int]:
+    own, _ = _train_bounded(rank, num_ranks, Case())
+    flag = _flag(strategy="fused", strict=True, max_load=1.0)
+    return own, *_train_bounded(rank, num_ranks, Case(flag=flag))
+
+
+def test_steps_beyond_max_load_are_repeated(run_ranks: RunRanks) -> None:
+    """A rank's buffers hold 96 rows, and equal tokens send 128 rows to one rank."""
+    for expected, losses, num_repeated in run_ranks(_train_bounded_and_own, 2, timeout_s=120.0):
+        assert losses == pytest.approx(expected, rel=0, abs=TOLERANCE)
+        assert 2 <= num_repeated < 8
+
+
+def test_trainer_with_max_load_accepts_cuda_graphs() -> None:
+    words = ["--module", "deepseek_v3", "--config", "deepseek_v3_debugmodel_minimal_async_ep"]
+    flag = _flag(strategy="fused", strict=True, max_load=1.5)
+    parsed = config.ConfigManager().parse_args([*words, "--override.imports", *flag])
+    assert not parsed.training.disable_cuda_graphs
+    parsed = replace(parsed, parallelism=replace(parsed.parallelism, expert_parallel_degree=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "wrap_with_cuda_graph", None)  # restored at the end
+        override.apply_overrides(parsed.override, parsed)
+        assert trainer.wrap_with_cuda_graph is halley_torchtitan.wrap_with_cuda_graph
+    parsed._validate_cuda_graphs()
+    layers = parsed.model_spec.model.layers
+    routed = [layer.moe.routed_experts for layer in layers if layer.moe is not None]
+    assert {each.max_load for each in routed} == {1.5}
+    assert {type(each.token_dispatcher) for each in routed} == {halley_torchtitan.MeshHolder.Config}
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"max_load": 1.5}, r"^max_load \(1.5\) must be 0 with strategy auto, which reads sizes"),
+        ({"strategy": "fused", "max_load": 0.5}, r"^max_load \(0.5\) must be 0 or at least 1$"),
+    ],
+)
+def test_max_load_is_checked(options: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        _apply(make_config(), **options)
+
+
 def test_losses_in_bfloat16(run_ranks: RunRanks) -> None:
     """Rounded at other places, and then trained apart: the first loss, before any step."""
     case = Case(dtype="bfloat16")
-    found = run_ranks(train_both, 2, train, case, replace(case, flag=(FLAG,)), NUM_STEPS)
+    enabled = replace(case, flag=(FLAG,))
+    found = run_ranks(train_both, 2, train, case, enabled, case.num_steps)
     for expected, losses, ran in found:
         assert losses[0] == pytest.approx(expected[0], rel=2**-8)
         assert losses[-1] < losses[0]

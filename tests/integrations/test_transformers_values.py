@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 
@@ -13,6 +14,7 @@ import halley.integrations.transformers as halley_transformers
 from halley.integrations.transformers import find_extension_point
 from tests.integrations.transformers_case import (
     FAMILIES,
+    SEQ_LEN,
     Expected,
     Mesh,
     compare_step,
@@ -104,6 +106,41 @@ def test_step_on_two_dimensional_mesh(family, mesh, case, run_ranks) -> None:
     if find_extension_point().kind == "experts_function":
         pytest.skip("this transformers has no such meshes")
     run_ranks(_step, 4, *case, MESHES[mesh], "sequential")
+
+
+def _train_steps(rank: int, num_ranks: int, folder: Path, strategy: str) -> list[float]:
+    """Train ten steps of two microbatches; return the mean loss of each step."""
+    with disabled_afterwards():
+        model = load_sharded(folder, MESHES["ep2_of_4"], strategy=strategy, strict=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        generator = torch.Generator().manual_seed(rank)
+        microbatches = torch.randint(0, 64, (2, 1, SEQ_LEN), generator=generator)
+        losses: list[float] = []
+        for _ in range(10):
+            total = torch.zeros(())
+            for tokens in microbatches:
+                loss = model(input_ids=tokens, labels=tokens).loss / 2
+                loss.backward()
+                total += loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.all_reduce(total)
+            losses.append(float(total) / num_ranks)
+        return losses
+
+
+def _train_both(rank: int, num_ranks: int, folder: Path) -> tuple[list[float], list[float]]:
+    return _train_steps(rank, num_ranks, folder, ""), _train_steps(rank, num_ranks, folder, "fused")
+
+
+def test_losses_with_fsdp_and_microbatches_equal_those_of_transformers(tmp_path, run_ranks) -> None:
+    """Two data-parallel and two expert-parallel ranks."""
+    if find_extension_point().kind != "ep_implementation":
+        pytest.skip("this transformers has no implementation of its own for such meshes")
+    save_model("mixtral", tmp_path, num_hidden_layers=1)
+    for expected, losses in run_ranks(_train_both, 4, tmp_path, timeout_s=240.0):
+        assert losses == pytest.approx(expected, rel=0, abs=TOLERANCE)
+        assert losses[-1] < losses[0]
 
 
 def _save(rank: int, num_ranks: int, folder: Path, output: Path) -> None:

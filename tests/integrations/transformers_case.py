@@ -125,7 +125,10 @@ def run_step(model: nn.Module, tokens: torch.Tensor) -> float:
 
 
 def load_sharded(folder: Path, mesh: Mesh, *, strategy: str, strict: bool = False) -> Any:
-    """Return the model of a folder, its experts spread over the ranks and run by Halley."""
+    """Return the model of a folder, its experts spread over the ranks and run by Halley.
+
+    With strategy "" Transformers runs them; this needs version 5.23 or newer.
+    """
     transformers.utils.logging.disable_progress_bar()
     kind = find_extension_point().kind
     if kind == "experts_function":
@@ -134,10 +137,11 @@ def load_sharded(folder: Path, mesh: Mesh, *, strategy: str, strict: bool = Fals
         return model
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    halley_transformers.enable(strategy=strategy, strict=strict, default=False)
+    if strategy:
+        halley_transformers.enable(strategy=strategy, strict=strict, default=False)
     options: dict[str, Any] = {"fsdp_size": mesh.fsdp_size, "ep_size": mesh.ep_size}
     if kind == "ep_implementation":
-        options["ep_implementation"] = halley_transformers.NAME
+        options["ep_implementation"] = halley_transformers.NAME if strategy else "all_to_all"
     if mesh.tp_size > 1:
         options["tp_size"] = mesh.tp_size
     config: Any = transformers.AutoConfig.from_pretrained(folder)
