@@ -65,6 +65,7 @@ def _step(
 STEPS = [
     *((family, "sequential", "ep2") for family in FAMILIES),
     ("mixtral", "chunked", "ep4"),
+    ("mixtral", "hierarchical:2", "ep4"),
     ("mixtral", "fused", "ep2"),
     ("deepseek_v3", "fused", "ep2"),
 ]

@@ -83,7 +83,7 @@ def test_next_chunk_is_exchanged_while_one_computes() -> None:
 
 
 def test_communication_beside_the_experts_slows_them_down() -> None:
-    """Two exchanges run beside the experts of an inner chunk, one beside those of the outer ones."""
+    """Two exchanges run beside the experts of an inner chunk, one beside those at the ends."""
     durations = {task.name: task.duration_us for task in _tasks(4, FAST)}
     assert durations["dispatch.0"] < durations["experts.0"] / 2
     added_us = durations["experts.1"] - durations["experts.0"]

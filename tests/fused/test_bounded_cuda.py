@@ -1,0 +1,102 @@
+"""A captured step that exceeds ``max_load`` is repeated with exact sizes, and has their bits.
+
+TRITON_INTERPRET=0 pytest tests/fused/test_bounded_cuda.py
+"""
+
+from collections.abc import Callable
+from typing import final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from halley.core.timeline import Recorder
+from halley.core.types import Experts, Routing
+from halley.fused.bounded import BoundedStep, make_workspaces
+from halley.fused.buffers import Workspaces
+from halley.strategies.fused import FusedStrategy
+from tests.gpus import device_of, needs_kernels
+from tests.rank_pool import RunRanks
+
+
+pytestmark = needs_kernels
+
+NUM_TOKENS, HIDDEN, INNER, NUM_EXPERTS = 512, 256, 128, 8
+Step = Callable[..., torch.Tensor]
+
+
+def _experts(rank: int, device: torch.device) -> nn.ParameterList:
+    generator = torch.Generator().manual_seed(10 + rank)
+    shapes = (NUM_EXPERTS // 2, 2 * INNER, HIDDEN), (NUM_EXPERTS // 2, HIDDEN, INNER)
+    return nn.ParameterList(
+        (torch.randn(shape, generator=generator) * 0.05).to(device, torch.bfloat16)
+        for shape in shapes
+    )
+
+
+def _make_step(workspaces: Workspaces, weights: nn.ParameterList) -> Step:
+    """Return forward and backward of two layers with the same experts."""
+    recorder = Recorder(workspaces.device, enabled=False)
+    strategy = FusedStrategy(workspaces, recorder=recorder)
+
+    def step(x_TD: torch.Tensor, idx_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK)
+        experts = Experts(up_LGD=weights[0], down_LDF=weights[1])
+        for _ in range(2):
+            x_TD = strategy.forward(x_TD, routing, experts)
+        loss = x_TD.float().square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+@final
+class _Captured:
+    """Runs a step once, then captures it, then replays the graph."""
+
+    def __init__(self, step: Step) -> None:
+        self.step, self.is_first = step, True
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        if self.is_first:
+            self.is_first = False
+            return self.step(*args)
+        if self.graph is None:
+            self.args, self.graph = [each.clone() for each in args], torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.result = self.step(*self.args)
+        for mine, given in zip(self.args, args, strict=True):
+            mine.copy_(given)
+        self.graph.replay()
+        return self.result
+
+
+def _compare(rank: int, num_ranks: int) -> list[int]:
+    """Return the number of repeated steps after each step; skewed steps overflow."""
+    device, group = device_of(rank), dist.group.WORLD
+    wanted, bounded = _experts(rank, device), _experts(rank, device)
+    exact = _make_step(Workspaces(group, device), wanted)
+    plain = _make_step(make_workspaces(group, device, max_load=1.2), bounded)
+    step = BoundedStep(_Captured(plain), plain, model=bounded)
+    generator, counts = torch.Generator().manual_seed(rank), list[int]()
+    for skewed in (False, False, False, True, False, True, False):
+        x_TD = torch.randn(NUM_TOKENS, HIDDEN, generator=generator).to(device, torch.bfloat16)
+        most = NUM_EXPERTS // 2 if skewed else NUM_EXPERTS  # skewed: only experts of rank 0
+        idx_TK = torch.rand(NUM_TOKENS, most, generator=generator).topk(2).indices.to(device)
+        weights_TK = torch.rand(NUM_TOKENS, 2, generator=generator).to(device)
+        got, want = step(x_TD, idx_TK, weights_TK), exact(x_TD, idx_TK, weights_TK)
+        assert torch.equal(got, want)
+        for parameter, other in zip(bounded, wanted, strict=True):
+            assert torch.equal(parameter.grad, other.grad)
+            for each in (parameter, other):
+                each.grad.zero_()
+        counts.append(step.num_repeated)
+    return counts
+
+
+@pytest.mark.filterwarnings("ignore:.*the step runs again with exact sizes")
+def test_captured_steps_beyond_max_load_are_repeated(run_ranks: RunRanks) -> None:
+    assert run_ranks(_compare, 2) == [[0, 0, 0, 1, 1, 2, 2]] * 2
