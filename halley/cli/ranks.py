@@ -93,10 +93,14 @@ def step_progress(world: World | None = None) -> Iterator[Progress]:
         bar = progress.add_task("", total=None)
 
         def update(text: str, done: int, total: int) -> None:
-            size = total or None
-            progress.update(bar, description=escape(text), completed=done, total=size, refresh=True)
+            size, label = total or None, escape(text + _number(done, total))
+            progress.update(bar, description=label, completed=done, total=size, refresh=True)
 
         yield update
+
+
+def _number(done: int, total: int) -> str:
+    return f" ({done})" if done and not total else ""
 
 
 def line_progress(now_s: Callable[[], float] = time.monotonic) -> Progress:
@@ -110,7 +114,7 @@ def line_progress(now_s: Callable[[], float] = time.monotonic) -> Progress:
             return
         texts.add(text)
         next_s = now_s() + _LINE_INTERVAL_S
-        share = f" ({done} of {total})" if total else ""
+        share = f" ({done} of {total})" if total else _number(done, total)
         sys.stderr.write(f"halley: {text}{share}\n")
         sys.stderr.flush()
 

@@ -10,9 +10,12 @@ import typer
 from typer import Argument, Option
 
 from halley.cli.ranks import step_progress
-from halley.train.text_files import find_text_files
+from halley.train.text_files import find_text_files, read_pieces
 from halley.train.token_files import write_tokens
 from halley.train.tokenizer import load_tokenizer
+
+
+_PROGRESS_TOKENS = 100_000  # tokens between two calls that show progress: a call takes 1 ms
 
 
 def tokenize(
@@ -42,9 +45,10 @@ def tokenize(
 
         def batches() -> Iterator[np.ndarray]:
             nonlocal num_tokens
-            for tokens in model.encode(files):
+            for tokens in model.encode(read_pieces(files)):
+                if num_tokens // _PROGRESS_TOKENS < (num_tokens + tokens.size) // _PROGRESS_TOKENS:
+                    on_progress("tokens", num_tokens + tokens.size, 0)
                 num_tokens += tokens.size
-                on_progress("tokens", num_tokens, 0)
                 yield tokens
 
         info = write_tokens(batches(), output, tokenizer=model)

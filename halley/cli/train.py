@@ -107,6 +107,7 @@ def run(
     """
     # Imported here: these modules import torch.distributed.checkpoint, which takes a second.
     from halley.train.checkpoint import check_writable
+    from halley.train.progress import to_json
     from halley.train.trainer import CHECKPOINTS_FOLDER, train
 
     run_config = read_config(config, overrides, data=data, output=output, strategy=strategy)
@@ -121,7 +122,7 @@ def run(
 
         outcome = train(run_config, world, on_step=on_step, restart=restart)
         if world.is_first:
-            typer.echo(json.dumps(outcome.metrics))
+            typer.echo(to_json(outcome.metrics))
     return 128 + outcome.stop_signal if outcome.stop_signal else 0
 
 
@@ -159,8 +160,7 @@ def check_config(config: RunConfig, *, nproc: int) -> None:
         check_package("tensorboard", extra="tensorboard", option="train.tensorboard (true)")
     if config.train.wandb:
         check_package("wandb", extra="wandb", option="train.wandb (true)")
-    open_corpus(config)
-    open_eval_corpus(config, num_ranks=num_ranks)
+    open_eval_corpus(config, open_corpus(config), num_ranks=num_ranks)
 
 
 def check_groups(config: RunConfig, *, num_ranks: int) -> int:

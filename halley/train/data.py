@@ -1,6 +1,7 @@
 """Open the data of a run, cut its tokens into windows, and divide the windows over ranks."""
 
 import bisect
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -12,15 +13,20 @@ import torch
 import xxhash
 
 from halley.core.config import DataConfig, RunConfig, TrainConfig
-from halley.train.text_files import TABLE_SUFFIXES, find_text_files, read_pieces
-from halley.train.token_files import TOKENS_FILE, TokenFile, read_token_folder
+from halley.train.text_files import (
+    TABLE_SUFFIXES,
+    TOKENS_FILE,
+    find_text_files,
+    read_pieces,
+)
+from halley.train.token_files import TokenFile, read_token_folder
 from halley.train.tokenizer import Tokenizer, load_tokenizer
 
 
-VOCAB_SIZE = 256  # of bytes
+NUM_BYTE_VALUES = 256  # size of the vocabulary without a tokenizer
 BYTES = "bytes"  # in place of a tokenizer's checksum
 
-_MAX_TEXT_BYTES = 256 << 20  # most bytes of text that each rank parses when a run starts
+_MAX_TEXT_BYTES = 256 << 20  # most bytes of a text that each rank parses when a run starts
 _NUM_SAMPLED = 4096  # tokens of each place that a fingerprint reads
 
 
@@ -31,78 +37,85 @@ def open_corpus(config: RunConfig) -> "Corpus":
     the model has a smaller vocabulary than the data.
     """
     path = None if config.data.path is None else Path(config.data.path)
-    return _open(path, config.data, vocab_size=config.model.vocab_size)
+    return _open(path, config.data, vocab_size=config.model.vocab_size, key="data.path")
 
 
-def open_eval_corpus(config: RunConfig, *, num_ranks: int) -> "Corpus | None":
+def open_eval_corpus(config: RunConfig, corpus: "Corpus", *, num_ranks: int) -> "Corpus | None":
     """Return the data of the evaluation loss, or None if there is none.
 
     ``ValueError`` as for ``open_corpus``, if ranks would have no window, or if the tokenizer is not
-    that of the training data.
+    that of ``corpus``, the training data.
     """
     if not config.data.eval_path:
         return None
     path, vocab_size = Path(config.data.eval_path), config.model.vocab_size
-    corpus = _open(path, config.data, vocab_size=vocab_size)
-    if corpus.tokenizer != open_corpus(config).tokenizer:
+    held_out = _open(path, config.data, vocab_size=vocab_size, key="data.eval_path")
+    if held_out.tokenizer_checksum != corpus.tokenizer_checksum:
         rule = "have the tokenizer of data.path: data.tokenizer can name it"
         raise ValueError(f"data.eval_path ({path}) must {rule}")
-    if corpus.num_windows < num_ranks:
+    if held_out.num_windows < num_ranks:
         rule = f"at least one for each of {num_ranks} ranks"
-        raise ValueError(f"windows of data.eval_path ({corpus.num_windows}) must be {rule}")
-    return corpus
+        raise ValueError(f"windows of data.eval_path ({held_out.num_windows}) must be {rule}")
+    return held_out
 
 
-def _open(path: Path | None, config: DataConfig, *, vocab_size: int) -> "Corpus":
+def _open(path: Path | None, config: DataConfig, *, vocab_size: int, key: str) -> "Corpus":
     tokenizer = load_tokenizer(Path(config.tokenizer)) if config.tokenizer else None
-    if path is not None and (path / TOKENS_FILE).is_file():
+    if path is not None and os.path.isfile(path / TOKENS_FILE):
         info, pieces = read_token_folder(path)
-        if tokenizer is not None and tokenizer.checksum != info.tokenizer:
+        if tokenizer is not None and tokenizer.checksum != info.tokenizer_checksum:
             rule = f"the tokenizer that {path} was written with, or left out"
             raise ValueError(f"data.tokenizer ({config.tokenizer}) must be {rule}")
-        name, least, what = info.tokenizer, info.vocab_size, f"the tokens of {path}"
+        checksum, least, what = info.tokenizer_checksum, info.vocab_size, f"the tokens of {path}"
     elif tokenizer is not None:
-        name, least, what = tokenizer.checksum, tokenizer.vocab_size, "data.tokenizer"
+        checksum, least, what = tokenizer.checksum, tokenizer.vocab_size, "data.tokenizer"
         pieces = None
     else:
-        name, least, what, pieces = BYTES, VOCAB_SIZE, "bytes", None
+        checksum, least, what, pieces = BYTES, NUM_BYTE_VALUES, "bytes", None
     if vocab_size < least:
         raise ValueError(f"model.vocab_size ({vocab_size}) must be at least {least}, for {what}")
     if pieces is None:
         pieces = _read_text(find_text_files(path), tokenizer)
     # A window has one token more than a sequence: the target of the last token.
-    return Corpus(pieces, window=config.seq_len + 1, tokenizer=name)
+    corpus = Corpus(pieces, window=config.seq_len + 1, tokenizer_checksum=checksum)
+    if not corpus.num_windows:
+        unit = "bytes" if checksum == BYTES else "tokens"
+        rule = f"at least one window of {config.seq_len + 1} {unit}"
+        raise ValueError(f"{key} ({path}) must hold {rule}, and has {corpus.num_tokens} {unit}")
+    return corpus
 
 
 def _read_text(files: list[Path], tokenizer: Tokenizer | None) -> "list[TokenFile | np.ndarray]":
     """Return the tokens of files. Only plain text without a tokenizer stays on the disk."""
-    stats = {file: file.stat() for file in files}
     # Sizes and times of change are part of the caches' keys.
-    stamped = {file: (file, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()}
-    parsed = [file for file in files if tokenizer is not None or file.suffix in TABLE_SUFFIXES]
-    if (num_bytes := sum(stats[file].st_size for file in parsed)) > _MAX_TEXT_BYTES:
-        rule = f"of at most {_MAX_TEXT_BYTES} bytes: halley tokenize writes the tokens once"
-        raise ValueError(f"text to parse ({num_bytes} bytes in {len(parsed)} files) must be {rule}")
+    stats = [(file, file.stat()) for file in files]
+    stamped = tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
     if tokenizer is not None:
-        return [_encode(tuple(stamped.values()), tokenizer)]
-    return [
-        _read_rows(stamped[file])
-        if file.suffix in TABLE_SUFFIXES
-        else TokenFile(path=file, num_tokens=stats[file].st_size)
-        for file in files
-    ]
+        return [_encode(stamped, tokenizer)]
+    pieces: list[TokenFile | np.ndarray] = []
+    num_parsed = 0
+    for file, size, changed_ns in stamped:
+        if file.suffix in TABLE_SUFFIXES:
+            rows = _read_rows((file, size, changed_ns), num_before=num_parsed)
+            num_parsed += rows.size
+            pieces.append(rows)
+        else:
+            pieces.append(TokenFile(path=file, num_tokens=size))
+    return pieces
 
 
 # The caches serve a command, which checks the data before its run opens them.
 @lru_cache(maxsize=2)  # training and evaluation
 def _encode(files: tuple[tuple[Path, int, int], ...], tokenizer: Tokenizer) -> np.ndarray:
-    tokens = tokenizer.encode([file for file, _, _ in files])
+    texts = read_pieces([file for file, _, _ in files], max_bytes=_MAX_TEXT_BYTES)
+    tokens = tokenizer.encode(texts)
     return np.concatenate([np.empty(0, dtype=tokenizer.dtype), *tokens])
 
 
 @lru_cache(maxsize=4096)
-def _read_rows(file: tuple[Path, int, int]) -> np.ndarray:
-    text = b"\0".join(text.encode("utf-8") for text, _ in read_pieces(file[0]))
+def _read_rows(file: tuple[Path, int, int], *, num_before: int) -> np.ndarray:
+    pieces = read_pieces([file[0]], max_bytes=_MAX_TEXT_BYTES, num_before=num_before)
+    text = b"\0".join(text.encode("utf-8") for text, _ in pieces)
     return np.frombuffer(text, dtype=np.uint8)
 
 
@@ -115,27 +128,22 @@ class Corpus:
     """
 
     def __init__(
-        self, pieces: Sequence[TokenFile | np.ndarray], *, window: int, tokenizer: str = BYTES
+        self,
+        pieces: Sequence[TokenFile | np.ndarray],
+        *,
+        window: int,
+        tokenizer_checksum: str = BYTES,
     ) -> None:
-        """Record sizes of pieces; ``ValueError`` if all together are shorter than a window.
-
-        ``tokenizer`` is the checksum of the tokenizer that made the tokens, or ``BYTES``.
-        """
-        self.tokenizer = tokenizer
+        """Record sizes of pieces. Without a tokenizer, the checksum is ``BYTES``."""
+        self.tokenizer_checksum = tokenizer_checksum
         self._window = window
         self._pieces = list(pieces)
         self._sizes = [
             each.size if isinstance(each, np.ndarray) else each.num_tokens for each in pieces
         ]
-        gap = int(tokenizer == BYTES)
+        gap = int(tokenizer_checksum == BYTES)
         self._starts = [0, *accumulate(size + gap for size in self._sizes)]
         self.num_tokens = self._starts[-1] - gap
-        if self.num_tokens < window:
-            unit = f"bytes in {len(self._pieces)} files" if tokenizer == BYTES else "tokens"
-            raise ValueError(
-                f"text of {self.num_tokens} {unit} must hold at least one window of {window} "
-                f"{unit.partition(' ')[0]}"
-            )
         self.num_windows = self.num_tokens // window
         # Checksum of the number of tokens, and of the first, middle and last 4096 tokens.
         self.fingerprint = self._fingerprint()

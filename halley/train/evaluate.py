@@ -22,14 +22,12 @@ def evaluate(run: TrainingRun) -> float:
     num_windows = batch_size * world.num_ranks
     num_batches = min(run.config.data.eval_batches, corpus.num_windows // num_windows)
     total = torch.zeros((), device=world.device)
-    run.model.eval()
     with run.recorder.paused():
         for batch in range(num_batches):
             first = batch * num_windows + world.rank * batch_size
             tokens_BS, targets_BS = corpus.read_batch(range(first, first + batch_size))
             device = world.device
             total += run.model.losses(tokens_BS.to(device), targets_BS.to(device)).loss
-    run.model.train()
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.item() / (num_batches * world.num_ranks)

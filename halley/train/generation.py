@@ -1,7 +1,7 @@
 """Continue a text with the model of a run's newest checkpoint, on one process."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast, final
 
@@ -17,7 +17,7 @@ from halley.moe.transformer import MoETransformer
 from halley.strategies.registry import build_strategy
 from halley.train.checkpoint import find_newest_checkpoint, load_checkpoint
 from halley.train.checkpoint_reader import checkpoint_tensors
-from halley.train.data import BYTES, VOCAB_SIZE
+from halley.train.data import BYTES, NUM_BYTE_VALUES
 from halley.train.hf_export import read_run_config
 from halley.train.manifest import read_manifest
 from halley.train.tokenizer import Tokenizer, load_tokenizer
@@ -103,7 +103,7 @@ class Generator:
 
     @property
     def _vocab_size(self) -> int:  # the model's vocabulary may be larger
-        return VOCAB_SIZE if self.tokenizer is None else self.tokenizer.vocab_size
+        return NUM_BYTE_VALUES if self.tokenizer is None else self.tokenizer.vocab_size
 
     @property
     def _end_of_text(self) -> int | None:
@@ -128,7 +128,7 @@ def _choose_token(logits_V: torch.Tensor, sampling: Sampling, *, random: torch.G
 def _find_tokenizer(config: RunConfig, checkpoint: Path) -> Tokenizer | None:
     """Return the tokenizer of a run, or None if its tokens are bytes."""
     data = read_manifest(checkpoint).notes.get("data")
-    saved = cast(dict[str, object], data)["tokenizer"] if isinstance(data, dict) else BYTES
+    saved = cast(dict[str, object], data)["tokenizer_checksum"] if isinstance(data, dict) else BYTES
     if saved == BYTES:
         return None
     path = Path(config.data.tokenizer or config.data.path or "")
@@ -142,8 +142,12 @@ def _build_model(config: RunConfig, device: torch.device) -> MoETransformer:
     recorder = Recorder(device, enabled=False)
     strategy = build_strategy("sequential", None, recorder=recorder, device=device)
     run = {"strategy": strategy, "groups": ParallelGroups(), "recorder": recorder}
-    dtype = DTYPES[config.train.dtype]
-    return MoETransformer(config.model, dtype=dtype, device=device, **run).eval()
+    dtype, model = DTYPES[config.train.dtype], config.model
+    if model.moe.router.capacity_factor:
+        # Capacity for all tokens: a dropped last token would get no output of experts.
+        router = replace(model.moe.router, capacity_factor=float(model.moe.num_experts))
+        model = replace(model, moe=replace(model.moe, router=router))
+    return MoETransformer(model, dtype=dtype, device=device, **run).eval()
 
 
 def _load_model(checkpoint: Path, model: MoETransformer) -> int:

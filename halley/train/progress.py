@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from halley.core.config import RunConfig
 from halley.core.validation import read_text
+from halley.distributed.peers import on_rank_zero
 
 
 METRICS_FILE = "metrics.jsonl"
@@ -28,7 +29,11 @@ Metrics = dict[str, float | int | None]  # metrics of one step by name; "step" c
 
 @final
 class Reporter:
-    """Reports the metrics of each step to the console and to files, on rank 0 only."""
+    """Reports the metrics of each step to the console and to files, on rank 0 only.
+
+    ``metrics`` is the path of ``metrics.jsonl``; None on other ranks. All ranks create a Reporter
+    together, and all raise the error if a file or a package is missing.
+    """
 
     def __init__(
         self, config: RunConfig, *, console: Console, metrics: Path | None, first_step: int = 0
@@ -36,41 +41,40 @@ class Reporter:
         self._config = config
         self._console = console
         self._progress: Progress | None = None
-        self._board = None
-        if config.train.tensorboard:
-            # All ranks import TensorBoard, so that all ranks raise an error if it is missing.
+        self._board = self._wandb_run = self._metrics = None
+        on_rank_zero(lambda: None if metrics is None else self._open(metrics, first_step))
+
+    def _open(self, metrics: Path, first_step: int) -> None:
+        self._metrics = metrics.open("a", encoding="ascii")
+        if self._config.train.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            if metrics is not None:
-                self._board = SummaryWriter(
-                    str(metrics.parent / TENSORBOARD_FOLDER), purge_step=first_step + 1
-                )
-        self._wandb_run = None
-        if config.train.wandb:
-            import wandb  # on all ranks, as above
+            self._board = SummaryWriter(
+                str(metrics.parent / TENSORBOARD_FOLDER), purge_step=first_step + 1
+            )
+        if self._config.train.wandb:
+            import wandb
 
-            if metrics is not None:
+            try:
                 self._wandb_run = wandb.init(
                     project=os.environ.get("WANDB_PROJECT", "halley"),
                     name=metrics.parent.resolve().name,
                     dir=metrics.parent,
-                    config=dataclasses.asdict(config),
+                    config=dataclasses.asdict(self._config),
                     id=_wandb_run_id(metrics.parent / WANDB_FOLDER),
                     resume="allow",
                 )
-        self._metrics = None if metrics is None else metrics.open("a", encoding="ascii")
+            except wandb.Error as error:
+                raise RuntimeError(f"train.wandb (true): wandb cannot start: {error}") from error
+            # The count that W&B keeps only grows, but a resumed run repeats steps.
+            self._wandb_run.define_metric("*", step_metric="step")
 
     def report(self, metrics: Metrics) -> None:
         """Write a step's metrics to files; update the progress bar or, if due, log a line."""
         if self._metrics is None:
             return
-        # JSON has no NaN and no infinity, so they become null.
-        finite = {
-            name: value if value is not None and math.isfinite(value) else None
-            for name, value in metrics.items()
-        }
         try:
-            self._metrics.write(json.dumps(finite, allow_nan=False) + "\n")
+            self._metrics.write(to_json(metrics) + "\n")
             self._metrics.flush()
         except OSError as error:
             raise RuntimeError(
@@ -83,7 +87,7 @@ class Reporter:
                 if value is not None:
                     self._board.add_scalar(name, value, step)
         if self._wandb_run is not None:
-            self._wandb_run.log({k: v for k, v in metrics.items() if v is not None}, step=step)
+            self._wandb_run.log({k: v for k, v in metrics.items() if v is not None})
         if self._progress is not None:
             # This text is shorter than a log line, to fit next to the bar in 80 columns.
             mfu = "" if metrics["mfu"] is None else f"mfu {_share(metrics['mfu'])}  "
@@ -123,6 +127,15 @@ class Reporter:
             self._metrics.close()
             if self._board is not None:
                 self._board.close()
+
+
+def to_json(metrics: Metrics) -> str:
+    """Return metrics as one line of JSON, with null for NaN and infinity, which JSON lacks."""
+    finite = {
+        name: value if value is not None and math.isfinite(value) else None
+        for name, value in metrics.items()
+    }
+    return json.dumps(finite, allow_nan=False)
 
 
 def _wandb_run_id(folder: Path) -> str:

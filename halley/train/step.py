@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from halley.core.types import DTYPES
 from halley.cost.hardware import default_path
 from halley.distributed.launcher import signals_handled
 from halley.distributed.mesh import ParallelGroups, World, build_groups
+from halley.distributed.peers import compare_ranks
 from halley.moe.dense import next_token_loss
 from halley.moe.head_loss import needs_chunks
 from halley.moe.memory_check import check_memory
@@ -95,7 +96,7 @@ class SaveRequests:
         flags = (is_first and is_due, *(self._signal == number for number in _SIGNALS))
         return torch.tensor(flags, dtype=torch.float32, device=device)
 
-    def agree(self, totals: Sequence[float]) -> None:
+    def decide(self, totals: Sequence[float]) -> None:
         """Set ``is_due`` and ``stop_signal`` from the sums of ``local`` over all ranks."""
         num_due, *num_signalled = totals
         numbers = [n for n, count in zip(_SIGNALS, num_signalled, strict=True) if count]
@@ -189,8 +190,13 @@ def check_passes(config: RunConfig) -> None:
 
 
 def build_run(config: RunConfig, world: World) -> TrainingRun:
-    """Return a new ``TrainingRun`` at step 0; ValueError for an unfit configuration. Collective."""
+    """Return a new ``TrainingRun`` at step 0. Collective.
+
+    ``ValueError`` for an unfit configuration, or if ranks have different text.
+    """
     corpus = open_corpus(config)
+    eval_corpus = open_eval_corpus(config, corpus, num_ranks=world.num_ranks)
+    _compare_text({"data.path": corpus, "data.eval_path": eval_corpus})
     check_strategies(config)
     check_passes(config)
     # CPU ranks of a host share its memory, so ``check_memory`` gets their number.
@@ -239,9 +245,19 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
         loader=BatchLoader(corpus, config.train, rank=world.rank, num_ranks=world.num_ranks),
         counts=ExpertCounter(),
         requests=SaveRequests(every_s=60.0 * config.checkpoint.every_minutes),
-        eval_corpus=open_eval_corpus(config, num_ranks=world.num_ranks),
+        eval_corpus=eval_corpus,
         plan=plan,
     )
+
+
+def _compare_text(corpora: Mapping[str, Corpus | None]) -> None:
+    # Ranks with different text would train on other windows, or evaluate different numbers of them.
+    values: dict[str, str] = {}
+    for key, corpus in corpora.items():
+        if corpus is not None:
+            values[f"tokens of {key}"] = f"{corpus.num_tokens}, checksum {corpus.fingerprint}"
+            values[f"tokenizer of {key}"] = corpus.tokenizer_checksum
+    compare_ranks("training", values, group=dist.group.WORLD)
 
 
 def _compile(
@@ -335,5 +351,5 @@ def train_step(run: TrainingRun, step: int) -> StepResult:
                 router.update_bias(counts_E)
     totals[:2] /= run.world.num_ranks
     mean, router_mean, *requested = totals.tolist()
-    run.requests.agree(requested)
+    run.requests.decide(requested)
     return StepResult(loss=mean, router_loss=router_mean, grad_norm=float(norm), learning_rate=rate)

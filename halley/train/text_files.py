@@ -1,19 +1,22 @@
 """Find the text files of a data path, and read the documents of text, JSON-lines and Parquet."""
 
+import math
 import os
 import stat
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import cast
 
 from halley.core.validation import Table, check_package, parse_json
 
 
+TOKENS_FILE = "tokens.json"  # the last file that halley tokenize writes
 KEY = "text"  # key of JSON lines, and column of Parquet files, that has the text of a document
 TABLE_SUFFIXES = (".jsonl", ".parquet")  # files with one document per row; others are plain text
 
 _NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _BLOCK_BYTES = 1 << 20  # least size of a piece of a plain text file, except the last one
 _NUM_ROWS = 256  # rows of a Parquet file that are read together
 
@@ -40,7 +43,11 @@ def find_text_files(path: Path | None) -> list[Path]:
             raise ValueError(f"text ({file}) must be readable")
         if file.suffix == ".npy":
             rule = "text: data.path names the whole folder that halley tokenize wrote"
+            if file.match("tokens-*") and not file.with_name(TOKENS_FILE).exists():
+                rule = f"beside {TOKENS_FILE}: halley tokenize has not finished there"
             raise ValueError(f"text ({file}) must be {rule}")
+        if file.suffix in _COMPRESSED:
+            raise ValueError(f"text ({file}) must be decompressed")
     files = [file for file in files if file.stat().st_size > 0]
     if not files:
         raise ValueError(f"text ({path}) must hold at least one byte; no file with text is there")
@@ -48,8 +55,11 @@ def find_text_files(path: Path | None) -> list[Path]:
 
 
 def _walk(folder: Path, *, left_out: set[str]) -> list[Path]:
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"text ({error.filename}) must be readable: {error.strerror}") from error
+
     files = []
-    for parent, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if name[0] != "." and name not in left_out]
         files += [Path(parent, name) for name in names if name[0] != "."]
     return sorted(
@@ -57,13 +67,27 @@ def _walk(folder: Path, *, left_out: set[str]) -> list[Path]:
     )
 
 
-def read_pieces(file: Path) -> Iterator[tuple[str, bool]]:
-    """Yield pieces of a file's documents, and whether each piece is the last of its document.
+def read_pieces(
+    files: Iterable[Path], *, max_bytes: float = math.inf, num_before: int = 0
+) -> Iterator[tuple[str, bool]]:
+    """Yield pieces of the documents of files, and whether each piece is the last of its document.
 
     A row of a JSON-lines or Parquet file is a document of one piece; rows with an empty text are
     left out. A plain text file is one document, in pieces of whole lines of at least 1 MiB. A file
-    that cannot be read so is a ``ValueError`` that names the file, and the line if there is one.
+    that cannot be read so is a ``ValueError`` that names the file, and the line if there is one. So
+    is a file with which the text and ``num_before`` exceed ``max_bytes`` bytes of UTF-8.
     """
+    num_bytes = num_before
+    for file in files:
+        for text, is_last in _read_file(file):
+            num_bytes += len(text.encode("utf-8"))
+            if num_bytes > max_bytes:
+                rule = f"at most {max_bytes} bytes of text, with all files before it"
+                raise ValueError(f"text ({file}) must have {rule}: halley tokenize has no limit")
+            yield text, is_last
+
+
+def _read_file(file: Path) -> Iterator[tuple[str, bool]]:
     if file.suffix in TABLE_SUFFIXES:
         read_rows = _read_json_rows if file.suffix == ".jsonl" else _read_parquet_rows
         yield from ((text, True) for text in read_rows(file) if text)
@@ -114,6 +138,6 @@ def _read_parquet_rows(file: Path) -> Iterator[str]:
                 raise ValueError(f"text ({file}) must {rule}")
             for batch in table.iter_batches(_NUM_ROWS, columns=[KEY]):
                 yield from (text for text in batch.column(0).to_pylist() if text is not None)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError, KeyError) as error:
         problem = str(error).partition("\n")[0]
         raise ValueError(f"text ({file}) must be a Parquet file: {problem}") from error

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tokenize
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,10 +11,9 @@ from typing import Literal, final
 import numpy as np
 
 from halley.core.validation import build_record, check_fields, make_empty_folder, read_json
+from halley.train.text_files import TOKENS_FILE
 from halley.train.tokenizer import TOKENIZER_FILE, Tokenizer
 
-
-TOKENS_FILE = "tokens.json"
 
 _SHARD_TOKENS = 1 << 26
 _MAX_BYTES = 16 << 20
@@ -25,7 +25,7 @@ class TokenInfo:
     """Content of ``tokens.json``: the tokenizer's facts, and the number of tokens of each file."""
 
     version: Literal[1] = 1
-    tokenizer: str  # checksum of tokenizer.json
+    tokenizer_checksum: str
     vocab_size: int
     end_of_text: str | None
     num_tokens: tuple[int, ...]  # of tokens-00000.npy, tokens-00001.npy, ...
@@ -84,7 +84,7 @@ def write_tokens(
     if not sizes:
         raise ValueError("text must have at least one token")
     info = TokenInfo(
-        tokenizer=tokenizer.checksum,
+        tokenizer_checksum=tokenizer.checksum,
         vocab_size=tokenizer.vocab_size,
         end_of_text=tokenizer.end_of_text,
         num_tokens=tuple(sizes),
@@ -119,7 +119,7 @@ def _open_shard(path: Path, *, num_tokens: int) -> TokenFile:
             np.lib.format.read_magic(file)
             shape, _, dtype = np.lib.format.read_array_header_1_0(file)
             offset, num_bytes = file.tell(), os.fstat(file.fileno()).st_size
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SyntaxError, tokenize.TokenError) as error:
         problem = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise ValueError(f"{_WHAT} ({path}) must be a .npy file: {problem}") from error
     is_whole = num_bytes == offset + num_tokens * dtype.itemsize

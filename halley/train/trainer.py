@@ -112,9 +112,8 @@ def _train_in_locked_folder(
         num_read = manifest.notes.get("num_sequences", run.loader.num_read(first_step))
         run.loader.resume(first_step, num_read=num_read)
     metrics_path = output / METRICS_FILE if world.is_first else None
-    if metrics_path is not None:
-        drop_later_steps(metrics_path, step=first_step)
-        write_json(output / CONFIG_FILE, dataclasses.asdict(config))
+    on_rank_zero(lambda: drop_later_steps(output / METRICS_FILE, step=first_step))
+    on_rank_zero(lambda: write_json(output / CONFIG_FILE, dataclasses.asdict(config)))
     reporter = Reporter(config, console=console, metrics=metrics_path, first_step=first_step)
     say(console, _describe(run, first_step))
     with reporter.running(first_step), run.requests.catch_signals():
@@ -228,17 +227,20 @@ def _check_data(config: RunConfig, manifest: Manifest, path: Path) -> None:
     before = manifest.notes.get("data", now)  # Halley 0.2.0 saved no "data"
     if not isinstance(before, dict):
         raise ValueError(f"data of checkpoint {path} must be a table")
-    for name, value in (("tokenizer", config.data.tokenizer), ("text", config.data.path)):
-        if cast(Table, before).get(name) != now[name]:
-            key = "data.path" if name == "text" else "data.tokenizer"
+    for name in ("tokenizer", "text"):
+        if cast(Table, before).get(f"{name}_checksum") != now[f"{name}_checksum"]:
+            key = name if name == "tokenizer" and config.data.tokenizer else "path"
             raise ValueError(
-                f"{key} ({value!r}) must give the {name} of checkpoint {path} from which the run "
-                "would go on; with another output it starts anew"
+                f"data.{key} ({getattr(config.data, key)!r}) must give the {name} of checkpoint "
+                f"{path} from which the run would go on; with another output it starts anew"
             )
 
 
 def _describe_data(corpus: Corpus) -> Table:
-    return {"tokenizer": corpus.tokenizer, "text": corpus.fingerprint}
+    return {
+        "tokenizer_checksum": corpus.tokenizer_checksum,
+        "text_checksum": corpus.fingerprint,
+    }
 
 
 def _set_aside(output: Path) -> None:

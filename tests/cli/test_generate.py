@@ -10,6 +10,8 @@ import torch
 
 from halley.cli.main import main
 from halley.core.config import RunConfig
+from halley.core.types import Routing
+from halley.moe.router import SoftmaxRouter
 from halley.moe.transformer import MoETransformer
 from halley.train.checkpoint import load_checkpoint
 from halley.train.generation import Generator, Sampling, _choose_token
@@ -84,6 +86,25 @@ def test_greedy_text_of_a_run_of_two_ranks_is_the_argmax_of_its_model(
     generator = Generator(Path(config.output), device=torch.device("cpu"))
     context_BS = torch.tensor([context[-16:]])
     assert torch.equal(generator.model(context_BS).logits_BSV, model(context_BS).logits_BSV)
+
+
+def test_an_expert_drops_no_token_of_a_run_with_a_capacity(tmp_path: Path) -> None:
+    """In training an expert accepts one of 16 tokens, the first one: the last would be dropped."""
+    settings = ["model.moe.router.kind=switch", "model.moe.top_k=1"]
+    settings += ["model.moe.router.capacity_factor=0.1", "train.num_steps=1"]
+    config = read_settings(tmp_path, *settings)
+    train_here(config)
+    model = Generator(Path(config.output), device=torch.device("cpu")).model
+    tokens_BS = torch.full((1, 16), 7)  # all go to one expert of the first layer
+    seen: list[Routing] = []
+    for layer in model.modules():
+        if isinstance(layer, SoftmaxRouter):
+            layer.register_forward_hook(lambda *call: seen.append(call[-1].routing))
+    model(tokens_BS)
+    assert len(seen) == 2
+    for routing in seen:
+        assert (routing.topk_idx_TK >= 0).all()
+        assert (routing.topk_weights_TK > 0).all()
 
 
 def test_the_seed_decides_the_text(run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:

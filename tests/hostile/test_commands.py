@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "bodies.jsonl": '{"body": "a"}\n',
         "no.parquet": "no table",
         "tokenizer.json": '{"model": {"type": "WordLevel", "vocab": {"a": 299}, "unk_token": "a"}}',
-        "list/tokens.json": '{"version": 1, "tokenizer": "x", "vocab_size": 300}',
+        "list/tokens.json": '{"version": 1, "tokenizer_checksum": "x", "vocab_size": 300}',
     }
     results = path / "taken" / f"cpu-{platform.machine()}x2"
     results.mkdir(parents=True)

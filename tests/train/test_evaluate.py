@@ -1,6 +1,7 @@
 """The evaluation loss equals the loss of the same tokens, on any number of ranks and by passes."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,6 @@ def test_the_loss_is_the_mean_over_the_first_windows(
         train_step(run, 0)
         got = evaluate(run)
         assert got == evaluate(run)
-        assert run.model.training
         with torch.no_grad():
             want = next_token_loss(run.model(windows[:, :-1]).logits_BSV, windows[:, 1:])
         assert got == pytest.approx(want.item(), rel=1e-6)
@@ -71,6 +71,31 @@ def test_two_ranks_have_the_loss_of_one(run_ranks: RunRanks, tmp_path: Path) -> 
     config = _config(tmp_path)
     alone = _evaluate(0, 1, config)
     assert run_ranks(_evaluate, 2, config) == [pytest.approx(alone, rel=1e-6)] * 2
+
+
+def _build_with_own_text(rank: int, num_ranks: int, config: RunConfig, key: str) -> str:
+    data = dataclasses.replace(config.data, **{key: f"{getattr(config.data, key)}.{rank}"})
+    config = dataclasses.replace(config, data=data)
+    with (
+        pytest.raises(ValueError, match="must be the same") as caught,
+        built(config, rank=rank, num_ranks=num_ranks),
+    ):
+        pass
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["path", "eval_path"])
+def test_ranks_with_different_text_are_named(run_ranks: RunRanks, tmp_path: Path, key: str) -> None:
+    """With an incomplete copy, rank 1 would draw other windows, or wait in an evaluation."""
+    config = _config(tmp_path)
+    path = Path(getattr(config.data, key))
+    sizes = [path.stat().st_size, path.stat().st_size - 40]
+    for rank, size in enumerate(sizes):
+        path.with_name(f"{path.name}.{rank}").write_bytes(path.read_bytes()[:size])
+    first, second = run_ranks(_build_with_own_text, 2, config, key)
+    assert first == second
+    rule = rf"tokens of data\.{key} \({sizes[0]}, checksum \w+ on rank 0, {sizes[1]}, checksum"
+    assert re.match(rf"{rule} \w+ on rank 1\) must be the same on all ranks", first)
 
 
 def test_a_run_reports_the_loss_every_few_steps_and_at_its_end(tmp_path: Path) -> None:

@@ -163,15 +163,26 @@ def test_wandb_has_the_metrics_of_each_step(tmp_path: Path, monkeypatch: pytest.
     reporter = Reporter(config, console=Console(quiet=True), metrics=metrics)
     with reporter.running(5):
         reporter.report(_metrics(6, mfu=None, eval_loss=1.25))
+        reporter.report(_metrics(4))  # W&B drops a step below its own count
     wandb.teardown()
-    keys = {"_step", *_metrics(1)}
-    assert [{key: row[key] for key in keys} for row in first] == [
-        {"_step": step, **_metrics(step)} for step in (3, 4, 5)
-    ]
-    (row,) = _read_wandb(tmp_path / "wandb")
-    assert (row["_step"], row["eval_loss"], "mfu" in row) == (6, 1.25, False)
+    rows = [{key: row[key] for key in _metrics(1)} for row in first]
+    assert rows == [_metrics(step) for step in (3, 4, 5)]
+    row, repeated = _read_wandb(tmp_path / "wandb")
+    assert (row["step"], row["eval_loss"], "mfu" in row) == (6, 1.25, False)
+    assert (repeated["step"], repeated["loss"]) == (4, 1.0)
     (again,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     assert again.name == file.name
+
+
+def test_an_error_of_wandb_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """All ranks raise it, so it must not have a type that only W&B's package can unpickle."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    rule = r"train\.wandb \(true\): wandb cannot start: .*API key must have 40\+ characters"
+    with pytest.raises(RuntimeError, match=f"^{rule}"):
+        Reporter(_config(wandb=True), console=Console(), metrics=tmp_path / "metrics.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +56,7 @@ def test_bytes_of_documents_have_a_zero_byte_between_them(tmp_path: Path, suffix
     joined = "\0".join(DOCUMENTS).encode()
     assert corpus.num_tokens == len(joined) == 18
     assert bytes(_tokens(corpus)) == joined
-    assert corpus.tokenizer == BYTES
+    assert corpus.tokenizer_checksum == BYTES
 
 
 def test_a_folder_may_mix_formats_and_its_files_are_sorted_by_name(tmp_path: Path) -> None:
@@ -79,7 +81,7 @@ def test_large_text_files_are_read_in_pieces_of_whole_lines(tmp_path: Path) -> N
     line = "ab\u00e9 " * 2000 + "\n"
     path = tmp_path / "text.txt"
     path.write_text(line * 200, encoding="utf-8")  # 2 MB
-    *pieces, last = read_pieces(path)
+    *pieces, last = read_pieces([path])
     assert len(pieces) == 2
     assert all(text.endswith("\n") and not is_last for text, is_last in pieces)
     assert "".join(text for text, _ in pieces) == line * 200
@@ -113,11 +115,11 @@ def test_tokenize_writes_tokens_that_training_reads(
     plain = open_corpus(dataclasses.replace(config, data=_config(
         text, tokenizer=str(tokenizer)).data))  # fmt: skip
     assert _tokens(corpus) == _tokens(plain)
-    assert corpus.tokenizer == plain.tokenizer
+    assert corpus.tokenizer_checksum == plain.tokenizer_checksum
     with pytest.raises(ValueError, match="window") as caught:
         open_corpus(dataclasses.replace(config, data=_config(output, seq_len=20).data))
     assert str(caught.value) == (
-        f"text of {number} tokens must hold at least one window of 21 tokens"
+        f"data.path ({output}) must hold at least one window of 21 tokens, and has {number} tokens"
     )
     assert main(["tokenize", str(text), str(output), "--tokenizer", str(tmp_path)]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
@@ -144,10 +146,12 @@ def test_another_text_or_tokenizer_has_another_fingerprint(tmp_path: Path) -> No
     write_documents(tmp_path / "text", ".jsonl", ["a b c", "a", *DOCUMENTS[2:]])
     assert open_corpus(_config(path, tokenizer=tokenizer)).fingerprint != first.fingerprint
     write_tokenizer(tmp_path, vocabulary={**VOCABULARY, "d": 5})
-    assert open_corpus(_config(path, tokenizer=tokenizer)).tokenizer != first.tokenizer
+    other = open_corpus(_config(path, tokenizer=tokenizer))
+    assert other.tokenizer_checksum != first.tokenizer_checksum
 
 
 LINE = '{"text": "a"}\n'
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 
 
 @pytest.mark.parametrize(
@@ -166,6 +170,12 @@ LINE = '{"text": "a"}\n'
             "text ({}) must be UTF-8 for a tokenizer: the byte at offset 3 is not",
         ),
         ("a.npy", "x", "text ({}) must be text: data.path names the whole folder that"),
+        (
+            "tokens-00000.npy",
+            "x",
+            "text ({}) must be beside tokens.json: halley tokenize has",
+        ),
+        *((f"a.txt{end}", "x", "text ({}) must be decompressed") for end in COMPRESSED),
     ],
 )
 def test_a_wrong_text_file_is_named(tmp_path: Path, name: str, content: str, told: str) -> None:
@@ -192,23 +202,13 @@ def test_a_wrong_column_is_named(tmp_path: Path, columns: dict[str, list[object]
         open_corpus(_config(path))
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"model": {"type": "BPE"}}', "\0"])
-def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: str) -> None:
-    pytest.importorskip("tokenizers")
-    path = tmp_path / "tokenizer.json"
-    path.write_text(content)
-    rule = "must be a tokenizer.json of the library tokenizers: "
-    with pytest.raises(ValueError, match=f"^{re.escape(f'tokenizer ({path}) {rule}')}.+$"):
-        load_tokenizer(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
         (
             "tokens.json",
             b"{}",
-            "tokens ({}) must be as halley tokenize writes it: tokenizer is req",
+            "tokens ({}) must be as halley tokenize writes it: tokenizer_checksum is req",
         ),
         ("tokens.json", b"[", "tokens ({}) must be JSON: "),
         ("tokens-00000.npy", b"", "tokens ({}) must be a .npy file: EOF: "),
@@ -216,6 +216,11 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: str) -> N
             "tokens-00000.npy",
             b"abcdefghi",
             "tokens ({}) must be a .npy file: the magic string is n",
+        ),
+        (
+            "tokens-00000.npy",
+            b"\x93NUMPY\x01\x00\x0b\x00{'descr': (\n",
+            "tokens ({}) must be a .npy file: ",
         ),
         ("tokens-00000.npy", None, "tokens ({}) must be a .npy file: No such file or directory"),
     ],
@@ -272,15 +277,16 @@ def test_training_and_evaluation_have_one_tokenizer(tmp_path: Path) -> None:
     text, tokens = write_documents(tmp_path / "text", ".jsonl"), tmp_path / "tokens"
     write_tokens([np.array(TOKENS)], tokens, tokenizer=load_tokenizer(tokenizer))
     both = _config(tokens, eval_path=str(text), tokenizer=str(tokenizer))
-    corpus = open_eval_corpus(both, num_ranks=5)
+    training = open_corpus(both)
+    corpus = open_eval_corpus(both, training, num_ranks=5)
     assert corpus is not None
     assert _tokens(corpus) == TOKENS[:10]
     rule = re.escape("windows of data.eval_path (5) must be at least one for each of 6 ranks")
     with pytest.raises(ValueError, match=f"^{rule}$"):
-        open_eval_corpus(both, num_ranks=6)
+        open_eval_corpus(both, training, num_ranks=6)
     bytes_beside_tokens = _config(tokens, eval_path=str(text))
     with pytest.raises(ValueError, match=r"must have the tokenizer of data\.path: "):
-        open_eval_corpus(bytes_beside_tokens, num_ranks=1)
+        open_eval_corpus(bytes_beside_tokens, training, num_ranks=1)
     other = write_tokenizer(tmp_path, vocabulary={**VOCABULARY, "d": 5})
     rule = re.escape(f"({other}) must be the tokenizer that {tokens} was written with, or left out")
     with pytest.raises(ValueError, match=rule):
@@ -288,13 +294,74 @@ def test_training_and_evaluation_have_one_tokenizer(tmp_path: Path) -> None:
 
 
 def test_too_much_text_to_parse_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("halley.train.data._MAX_TEXT_BYTES", 60)
-    path = write_documents(tmp_path / "text", ".jsonl")
-    rule = f"text to parse ({path.stat().st_size} bytes in 1 files) must be of at most 60 bytes"
-    with pytest.raises(ValueError, match=re.escape(rule)):
-        open_corpus(_config(path))
-    write_documents(tmp_path / "plain", ".txt", ["abc"] * 100)
-    assert open_corpus(_config(tmp_path / "plain")).num_tokens == 399  # this text is not parsed
+    """A Parquet file is smaller than its text, and a JSON-lines file is larger."""
+    monkeypatch.setattr("halley.train.data._MAX_TEXT_BYTES", 6000)
+    tokenizer = str(write_tokenizer(tmp_path))
+    path = write_documents(tmp_path / "text", ".parquet", ["a b c a b "] * 601)
+    assert path.stat().st_size < 6000
+    rule = f"text ({path}) must have at most 6000 bytes of text, with all files before it: "
+    for name in ("", tokenizer):
+        with pytest.raises(ValueError, match=re.escape(rule)):
+            open_corpus(_config(path, tokenizer=name))
+    lines = write_documents(tmp_path / "text", ".jsonl", ["a" * 100] * 20)  # the first file
+    write_documents(tmp_path / "text", ".parquet", ["a b c a b "] * 401)
+    for name in ("", tokenizer):
+        with pytest.raises(ValueError, match=re.escape(rule)):
+            open_corpus(_config(path.parent, tokenizer=name))
+    write_documents(tmp_path / "text", ".jsonl", ["a" * 10] * 100)
+    assert lines.stat().st_size + 401 * 10 > 6000
+    for name, number in (("", 1099 + 1 + 4410), (tokenizer, 200 + 401 * 6)):
+        assert open_corpus(_config(path.parent, tokenizer=name)).num_tokens == number
+    write_documents(tmp_path / "plain", ".txt", ["abc"] * 2000)
+    assert open_corpus(_config(tmp_path / "plain")).num_tokens == 7999  # this text is not parsed
+
+
+def test_a_parquet_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """Bytes that are no UTF-8, two columns of one name, and a page without a header."""
+    pa, path = pytest.importorskip("pyarrow"), tmp_path / "a.parquet"
+    write_table = pytest.importorskip("pyarrow.parquet").write_table
+
+    def check() -> None:
+        rule = re.escape(f"text ({path}) must be a Parquet file: ")
+        with pytest.raises(ValueError, match=f"^{rule}"):
+            open_corpus(_config(path))
+
+    text = pa.array([b"\xff\xfe"]).view(pa.string())
+    write_table(pa.table({"text": text}), path)
+    check()
+    write_table(pa.table([text, text], names=["text", "text"]), path)
+    check()
+    write_table(pa.table({"text": ["abc" * 1000]}), path, use_dictionary=False)
+    damaged = bytearray(path.read_bytes())
+    damaged[4:40] = b"\xff" * 36
+    path.write_bytes(damaged)
+    check()
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path) -> None:
+    """Its path is longer than systems allow, which fails for every user, unlike permissions."""
+    (tmp_path / "a.txt").write_text("abc")
+    folder = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(17):
+        os.mkdir("d" * 250, dir_fd=folder)
+        inner = os.open("d" * 250, os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = inner
+    os.close(folder)
+    rule = r"text \(.*d\) must be readable: File name too long"
+    with pytest.raises(ValueError, match=f"^{rule}$"):
+        open_corpus(_config(tmp_path))
+    shutil.rmtree(tmp_path / ("d" * 250))
+
+
+def test_tokenize_shows_the_number_of_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the first token beyond 100,000; the next line would come ten seconds later."""
+    text = write_documents(tmp_path / "text", ".jsonl", ["a " * 30_000] * 8)
+    tokenizer = str(write_tokenizer(tmp_path))
+    assert main(["tokenize", str(text), str(tmp_path / "out"), "--tokenizer", tokenizer]) == 0
+    assert capsys.readouterr().err == "halley: tokens (120004)\n"
 
 
 @pytest.mark.parametrize("package", ["tokenizers", "pyarrow"])

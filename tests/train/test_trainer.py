@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from halley.cli.main import main
+from halley.core.config import RunConfig
+from halley.train import trainer as loop
 from halley.train.data import Corpus
 from halley.train.trainer import train
 from tests.damage import flip_bytes, hash_tree
@@ -116,7 +118,12 @@ def test_a_run_does_not_go_on_with_another_text_or_tokenizer(tmp_path: Path):
     as_bytes = dataclasses.replace(longer, data=dataclasses.replace(data, tokenizer=""))
     with pytest.raises(ValueError, match="tokenizer") as caught:
         train_here(as_bytes)
-    assert str(caught.value) == f"data.tokenizer ('') must give the tokenizer {end}"
+    assert str(caught.value) == f"data.path ('{text}') must give the tokenizer {end}"
+    other = write_tokenizer(tmp_path / "text", vocabulary={"<unk>": 0, "a": 1})
+    renamed = dataclasses.replace(longer, data=dataclasses.replace(data, tokenizer=str(other)))
+    with pytest.raises(ValueError, match="tokenizer") as caught:
+        train_here(renamed)
+    assert str(caught.value) == f"data.tokenizer ('{other}') must give the tokenizer {end}"
     write_documents(tmp_path / "text", ".jsonl", [*DOCUMENTS[1:]] * 20)
     with pytest.raises(ValueError, match="text") as caught:
         train_here(longer)
@@ -300,6 +307,29 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(tmp_path: Path, nu
     assert checkpoint_of(config, 3).exists()
     assert train_here(config) == [4, 5]
     assert losses_of(config) == losses_of(whole)
+
+
+def _first_error(rank: int, num_ranks: int, config: RunConfig) -> str:
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        loop.train(config, make_world(rank, num_ranks), on_step=lambda step: None)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("wandb", [False, True])
+def test_all_ranks_raise_the_error_of_a_file_that_rank_zero_opens(
+    run_ranks: RunRanks, tmp_path: Path, wandb: bool
+):
+    """Otherwise the other ranks would start a step, and wait for rank 0."""
+    if wandb:
+        pytest.importorskip("wandb")
+    config = make_config(write_text(tmp_path), wandb=wandb)
+    name = "wandb/halley-run-id" if wandb else "metrics.jsonl"
+    path = Path(config.output, name)
+    path.mkdir(parents=True)
+    error = f"run id ({path}) must be" if wandb else f"[Errno 21] Is a directory: '{path}'"
+    messages = run_ranks(_first_error, 2, config)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(error)
 
 
 def test_a_signal_to_one_rank_ends_all_after_the_same_step(run_ranks: RunRanks, tmp_path: Path):

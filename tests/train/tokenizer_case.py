@@ -1,6 +1,7 @@
 """A tokenizer of a few words, and documents in every format whose tokens are worked out by hand."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,21 @@ DOCUMENTS = ["a b c", "b", "c b what a"]
 TOKENS = [1, 2, 3, 4, 2, 4, 3, 2, 0, 1, 4]  # of DOCUMENTS: a document ends with 4
 
 
-def write_tokenizer(folder: Path, *, vocabulary: dict[str, int] = VOCABULARY) -> Path:
-    """Write a ``tokenizer.json`` that has one token for each word, and return it."""
+def write_tokenizer(
+    folder: Path,
+    *,
+    vocabulary: dict[str, int] = VOCABULARY,
+    added: Sequence[tuple[str, bool]] = (),
+) -> Path:
+    """Write a ``tokenizer.json`` that has one token for each word, and return it.
+
+    ``added`` has tokens that follow the vocabulary, and whether they are special.
+    """
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.models.WordLevel(vocabulary, unk_token="<unk>")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_tokens([tokenizers.AddedToken(name, special=flag) for name, flag in added])
     tokenizer.enable_truncation(2)  # a file may have the length of some use; Halley ignores it
     path = folder / "tokenizer.json"
     tokenizer.save(str(path))
