@@ -12,6 +12,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from halley.compiler.graph_collectives import remove_repeated_waits
+from halley.ops.lane_sums import trace_lane
 
 
 Inner = Literal["eager", "inductor"]
@@ -46,11 +47,15 @@ class Arguments:
 class Capture:
     """Traces a loss function; returns its graphs and the arguments of a call, but computes no loss.
 
-    Dynamo checks its guards at each call. So a new shape or a changed flag gives new graphs.
+    Dynamo checks its guards at each call. So a new shape or a changed flag gives new graphs. With
+    ``num_lanes``, the calls are for lanes of a divided batch (``ops/lane_sums.py``).
     """
 
-    def __init__(self, loss_function: Callable[..., Any], *, inner: Inner) -> None:
+    def __init__(
+        self, loss_function: Callable[..., Any], *, inner: Inner, num_lanes: int = 1
+    ) -> None:
         self._inner: Inner = inner
+        self._num_lanes = num_lanes
         self._arguments: list[Arguments] = []
         self._call: Callable[..., Any] = torch.compile(
             loss_function, backend=self._compile, fullgraph=True, dynamic=False
@@ -67,7 +72,11 @@ class Capture:
         # The splits of all-to-alls are numbers that the graph reads from tensors. Without
         # ``capture_scalar_outputs``, Dynamo breaks the graph at each read.
         try:
-            with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.enable_grad():
+            with (
+                torch._dynamo.config.patch(capture_scalar_outputs=True),
+                torch.enable_grad(),
+                trace_lane(self._num_lanes),
+            ):
                 self._call(*microbatch)
         except BackendCompilerFailed as error:
             raise error.inner_exception from None

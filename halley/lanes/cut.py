@@ -22,17 +22,18 @@ from halley.compiler.graph_collectives import collective_kind, is_wait, operator
 from halley.lanes.capture import TANGENT, StepGraphs
 
 
-Kind = Literal["segment", "unit", "host", "start", "wait"]
+Kind = Literal["segment", "unit", "host", "start", "wait", "sum"]
+Lanes = Literal["own", "earlier", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A schedulable ``fx.Graph`` of a microbatch: computation, host read, collective start or wait.
+    """A schedulable ``fx.Graph`` of a microbatch: computation, host read, collective, lane sum.
 
     Attributes:
         kind: "segment" computes. "unit" computes weight gradients that no collective depends on.
             "start" and "wait" belong to a collective. "host" reads numbers from tensors and
-            computes sizes from them.
+            computes sizes from them. "sum" adds values of several lanes of a divided batch.
         code: the operators; its ``owning_module`` has their attributes. None in tests of schedules.
         inputs, outputs: names of values of a microbatch, in the order of the code's arguments and
             results. "f:" begins names of inputs and values of forward, "b:" those of backward.
@@ -48,6 +49,17 @@ class Item:
     gradients: tuple[tuple[str, int], ...] = ()
     is_static: bool = False  # whether all sizes of a "segment" or "unit" are known before it runs
     has_rows: bool = False  # whether a "wait" returns floating-point rows and not counts
+    lanes: Lanes = "own"  # whose values a "sum" adds: those of "earlier" lanes, or of "all"
+
+    def read_lanes(self, lane: int, num_lanes: int) -> range:
+        """Return the lanes whose values the item of a lane reads; their own items produce them."""
+        if self.lanes == "all":
+            return range(num_lanes)
+        return range(0 if self.lanes == "earlier" else lane, lane + 1)
+
+    def all_needs(self, lane: int, num_lanes: int) -> list[tuple[int, int]]:
+        """Return the (lane, item index) pairs that must run before the item of a lane."""
+        return [(each, need) for each in self.read_lanes(lane, num_lanes) for need in self.needs]
 
 
 @dataclass(eq=False)
@@ -84,7 +96,7 @@ def _cut(graph: fx.Graph) -> tuple[list[_Draft], set[fx.Node]]:
     drafts = [_Draft("segment")]  # for shared nodes that are results of the graph
     draft_of: dict[fx.Node, _Draft] = {}
     shared: set[fx.Node] = set()
-    for node in graph.nodes:
+    for node in _with_late_sums_last(graph):
         if node.op == "get_attr":
             shared.add(node)
         if node.op != "call_function":
@@ -93,6 +105,8 @@ def _cut(graph: fx.Graph) -> tuple[list[_Draft], set[fx.Node]]:
         draft = max(sources, key=drafts.index, default=None)
         if collective_kind(node) not in (None, "fused") or is_wait(node):
             drafts.append(draft := _Draft("wait" if is_wait(node) else "start"))
+        elif _summed_lanes(node) != "own":
+            drafts.append(draft := _Draft("sum"))
         elif _is_shared(node, shared):
             shared.add(node)
             continue
@@ -113,6 +127,30 @@ def _cut(graph: fx.Graph) -> tuple[list[_Draft], set[fx.Node]]:
     position = {node: at for at, node in enumerate(graph.nodes)}
     drafts[0].nodes.sort(key=position.__getitem__)
     return [draft for draft in drafts if draft.nodes], shared
+
+
+def _summed_lanes(node: fx.Node) -> Lanes:
+    if operator_name(node) != "halley::sum_over_lanes":
+        return "own"
+    return "earlier" if node.args[1] else "all"
+
+
+def _with_late_sums_last(graph: fx.Graph) -> list[fx.Node]:
+    """Return all nodes, the sums over all lanes that no collective needs last, with their readers.
+
+    A lane waits at such a sum for all other lanes. At the place of a balance loss in the graph, it
+    would delay the dispatch of its layer.
+    """
+    needed: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node in needed or collective_kind(node):
+            needed.update(node.all_input_nodes)
+    sums = {node for node in graph.nodes if _summed_lanes(node) == "all"} - needed
+    readers: set[fx.Node] = set()
+    for node in graph.nodes:
+        if any(source in sums or source in readers for source in node.all_input_nodes):
+            readers.add(node)
+    return sorted(graph.nodes, key=lambda node: 2 if node in readers else node in sums)
 
 
 def _is_host(node: fx.Node, sources: list[_Draft]) -> bool:
@@ -225,6 +263,7 @@ def _finish(
         has_rows=draft.kind == "wait"
         and isinstance(value, torch.Tensor)
         and value.is_floating_point(),
+        lanes=_summed_lanes(draft.nodes[0]),
     )
 
 

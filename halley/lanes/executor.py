@@ -3,13 +3,14 @@
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import nn
 
 from halley.core.timeline import Recorder
-from halley.lanes.cut import Item
+from halley.lanes.cut import Item, Lanes
 from halley.lanes.segment_compiler import Call
 from halley.ops.gradient_hook import find_gradient_hook
 
@@ -26,6 +27,7 @@ class _Action:
     microbatch: int
     item: Item
     call: Call
+    reads: tuple[tuple[int, str], ...]  # the inputs, as pairs of a microbatch and a name
     last_reads: tuple[bool, ...]  # for each input, whether this is the last item that reads it
     is_read: tuple[bool, ...]  # for each output, whether a later item or the caller reads it
 
@@ -56,20 +58,24 @@ class Executor:
     ) -> None:
         check_order(items, order)
         self._loss = loss
+        num_microbatches = len({microbatch for microbatch, _ in order})
         read_later: set[tuple[int, str]] = {(microbatch, loss) for microbatch, _ in order}
         actions: list[_Action] = []
         for microbatch, index in reversed(order):
             item = items[index]
             is_read = tuple((microbatch, name) in read_later for name in item.outputs)
-            last_reads = tuple((microbatch, name) not in read_later for name in item.inputs)
-            read_later |= {(microbatch, name) for name in item.inputs}
+            lanes = item.read_lanes(microbatch, num_microbatches)
+            reads = tuple((lane, name) for lane in lanes for name in item.inputs)
+            last_reads = tuple(each not in read_later for each in reads)
+            read_later.update(reads)
             actions.append(
                 _Action(
                     name=f"{microbatch}.{index}.{item.kind}",
                     stream={"wait": "exposed", "host": "host"}.get(item.kind, "compute"),
                     microbatch=microbatch,
                     item=item,
-                    call=calls[index],
+                    call=calls[index] if item.lanes == "own" else partial(_sum, item.lanes),
+                    reads=reads,
                     last_reads=last_reads,
                     is_read=is_read,
                 )
@@ -102,7 +108,7 @@ class Executor:
             torch._C._DisableAutocast(),  # pyright: ignore[reportPrivateUsage]
         ):
             for action in self._with_graphs(values, parameters):
-                _run(action, values[action.microbatch], gradients, recorder)
+                _run(action, values, gradients, recorder)
         return [each[self._loss] for each in values]
 
     def _with_graphs(
@@ -144,40 +150,66 @@ def can_capture(item: Item) -> bool:
 
 
 def one_after_another(items: Sequence[Item], *, num_microbatches: int) -> list[tuple[int, int]]:
-    """Return all (microbatch, item index) pairs in order: one microbatch after another."""
-    return [(each, index) for each in range(num_microbatches) for index in range(len(items))]
+    """Return all (microbatch, item index) pairs in order: one microbatch after another.
+
+    A lane of a divided batch runs up to a sum that needs later lanes; then the next lane runs.
+    """
+    position = [0] * num_microbatches
+    order: list[tuple[int, int]] = []
+    while len(order) < num_microbatches * len(items):
+        for each in range(num_microbatches):
+            while position[each] < len(items) and not find_missing(
+                items[position[each]], each, position
+            ):
+                order.append((each, position[each]))
+                position[each] += 1
+    return order
+
+
+def find_missing(item: Item, microbatch: int, position: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the needs of an item at which other microbatches' ``position`` has not arrived."""
+    needs = item.all_needs(microbatch, len(position))
+    return [(each, need) for each, need in needs if position[each] <= need and each != microbatch]
 
 
 def check_order(items: Sequence[Item], order: Order) -> None:
     """Raise a ``RuntimeError`` unless each microbatch has each item once, after items it needs."""
     num_microbatches = len({microbatch for microbatch, _ in order})
-    if sorted(order) != one_after_another(items, num_microbatches=num_microbatches):
+    if sorted(order) != [(m, i) for m in range(num_microbatches) for i in range(len(items))]:
         raise RuntimeError("an order must have each item of each microbatch once")
     done: set[tuple[int, int]] = set()
     for microbatch, index in order:
-        if missing := [need for need in items[index].needs if (microbatch, need) not in done]:
+        needs = items[index].all_needs(microbatch, num_microbatches)
+        if missing := [need for need in needs if need not in done]:
             raise RuntimeError(f"item {index} of microbatch {microbatch} must come after {missing}")
         done.add((microbatch, index))
 
 
 def _run(
-    action: _Action, values: dict[str, Any], gradients: "_Gradients", recorder: Recorder
+    action: _Action, values: Sequence[dict[str, Any]], gradients: "_Gradients", recorder: Recorder
 ) -> None:
     item = action.item
     # Pop a value from the dictionary for its last reader, whose code can then free the memory.
     args = [
-        values.pop(name) if is_last else values[name]
-        for name, is_last in zip(item.inputs, action.last_reads, strict=True)
+        values[lane].pop(name) if is_last else values[lane][name]
+        for (lane, name), is_last in zip(action.reads, action.last_reads, strict=True)
     ]
     with recorder.span(action.name, stream=action.stream):
         results = action.call(args)
     for name, value, is_read in zip(item.outputs, results, action.is_read, strict=True):
         if is_read:
-            values[name] = value
+            values[action.microbatch][name] = value
     if item.gradients:
         produced = dict(zip(item.outputs, results, strict=True))
         for name, position in item.gradients:
             gradients.add(produced[name], position=position, microbatch=action.microbatch)
+
+
+def _sum(lanes: Lanes, values: list[torch.Tensor]) -> tuple[torch.Tensor]:
+    """Add the values of all lanes; or of earlier lanes, whose values come before the lane's own."""
+    if lanes == "earlier":
+        values[-1] = torch.zeros_like(values[-1])
+    return (torch.stack(values).sum(0, dtype=values[0].dtype),)
 
 
 @final

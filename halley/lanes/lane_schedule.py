@@ -13,12 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from statistics import median
+from types import MappingProxyType
 from typing import final
 
 from halley.core.timeline import Span
 from halley.cost.simulate import GraphTime, Operation, graph_time
 from halley.lanes.cut import Item
-from halley.lanes.executor import Order, span_item
+from halley.lanes.executor import Order, find_missing, span_item
+from halley.lanes.lane_memory import Storages, predict_peak
 
 
 _MAX_EXCESS = 2.0  # longest unit in a wait, in multiples of the remaining wait (Lancet, section 4)
@@ -26,13 +28,19 @@ _MAX_EXCESS = 2.0  # longest unit in a wait, in multiples of the remaining wait 
 
 @dataclass(frozen=True, kw_only=True)
 class LanePlan:
-    """The order in which a step runs the items of its microbatches, and predicted times."""
+    """The order in which a step runs the items of its microbatches; predicted times and memory.
+
+    The peaks are bytes of the values between items on rank 0, as ``predict_peak`` counts them.
+    """
 
     order: tuple[tuple[int, int], ...]  # pairs of a microbatch and the index of an item
     num_lanes: int  # microbatches that run side by side
     moves_units: bool  # whether weight-gradient GEMMs move under collectives
     time: GraphTime  # predicted for this order
     time_before: GraphTime  # predicted for one microbatch after another
+    captures: bool = False  # whether CUDA graphs run items of static sizes
+    peak_bytes: int = 0  # predicted for this order
+    peak_bytes_before: int = 0  # predicted for one microbatch after another
 
 
 def plan_lanes(
@@ -41,18 +49,38 @@ def plan_lanes(
     *,
     num_microbatches: int,
     max_lanes: int,
+    storages: Storages = MappingProxyType({}),
+    max_bytes: int | None = None,
+    captures: bool = False,
 ) -> LanePlan:
     """Simulate several orders of the items of a step, and return the plan with the fastest order.
 
     Args:
         durations_us: time of each item; for a start, that of its collective; for a wait, 0.
         max_lanes: most microbatches that may be unfinished at a time.
+        storages: of the results of the items.
+        max_bytes: most bytes of the values between items; None for no limit.
+        captures: whether CUDA graphs may run items. They do if an order then is within the limit.
+
+    Raises:
+        ValueError: each order needs more than ``max_bytes``.
     """
     found = list(
         schedules(items, durations_us, num_microbatches=num_microbatches, max_lanes=max_lanes)
     )
     times = [predict(items, durations_us, order) for _, _, order in found]
-    best = min(range(len(found)), key=lambda at: times[at].makespan_us)
+    for uses_graphs in (True, False) if captures else (False,):
+        peaks = [
+            predict_peak(items, storages, order, captures=uses_graphs) for _, _, order in found
+        ]
+        allowed = [at for at, peak in enumerate(peaks) if max_bytes is None or peak <= max_bytes]
+        if allowed:
+            break
+    else:
+        raise ValueError(
+            f"max_bytes ({max_bytes}) must be at least {min(peaks)}, the least predicted peak"
+        )
+    best = min(allowed, key=lambda at: times[at].makespan_us)
     num_lanes, moves_units, order = found[best]
     return LanePlan(
         order=tuple(order),
@@ -60,6 +88,9 @@ def plan_lanes(
         moves_units=moves_units,
         time=times[best],
         time_before=times[0],
+        captures=uses_graphs,
+        peak_bytes=peaks[best],
+        peak_bytes_before=peaks[0],
     )
 
 
@@ -123,7 +154,10 @@ def predict(items: Sequence[Item], durations_us: Sequence[float], order: Order) 
             name=f"{microbatch}.{index}",
             role=item.kind if item.kind in ("start", "wait") else "compute",
             duration_us=durations_us[index],
-            needs=tuple(microbatch * len(items) + need for need in item.needs),
+            needs=tuple(
+                lane * len(items) + need
+                for lane, need in item.all_needs(microbatch, num_microbatches)
+            ),
             is_read=item.kind == "host",
         )
         for microbatch in range(num_microbatches)
@@ -170,7 +204,10 @@ class _ListScheduler:
                 return self.order
 
     def _lanes(self) -> list[int]:
-        """Return the microbatches whose next item may run: at most ``num_lanes``, oldest first."""
+        """Return the microbatches whose next item may run: at most ``num_lanes``, oldest first.
+
+        A microbatch that waits at a sum over lanes does not count.
+        """
         with_units = {microbatch for microbatch, _ in self.units}
         num_items = len(self.items)
         unfinished = [
@@ -178,12 +215,18 @@ class _ListScheduler:
             for microbatch, position in enumerate(self.position)
             if position < num_items or microbatch in with_units
         ]
+        free = [microbatch for microbatch in unfinished if not self._is_blocked(microbatch)]
         return [
             microbatch
-            for microbatch in unfinished[: self.num_lanes]
+            for microbatch in free[: self.num_lanes]
             if self.position[microbatch] < num_items
-            if microbatch == unfinished[0] or self.position[microbatch - 1] >= self.lag
+            if microbatch == free[0] or self.position[microbatch - 1] >= self.lag
         ]
+
+    def _is_blocked(self, lane: int) -> bool:
+        """Return whether a lane's next item needs items of other lanes that have not run."""
+        at = self.position[lane]
+        return at < len(self.items) and bool(find_missing(self.items[at], lane, self.position))
 
     def _choose_unit(self, gap_us: float) -> tuple[int, int] | None:
         fitting = [each for each in self.units if self._unit_us(each) <= gap_us]
@@ -208,6 +251,8 @@ class _ListScheduler:
             item = self.items[index]
             if item.kind == "wait" and item.has_rows and index > first:
                 self.due_us[lane] = self._arrival_of(lane, item)
+                return
+            if self._is_blocked(lane):
                 return
             if item.kind == "unit" and self.moves_units:
                 self.units.append((lane, index))

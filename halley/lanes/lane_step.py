@@ -11,13 +11,13 @@ run       further steps in that order (executor.py)
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, final, get_args
 
 import torch
 from torch import fx
 
-from halley.compiler.consensus import compare_graphs, share_in_groups
+from halley.compiler.consensus import Consensus, compare_graphs, share_in_groups
 from halley.compiler.graph_analysis import is_random
 from halley.compiler.graph_collectives import ALL_TO_ALL, operator_name, unknown_collectives
 from halley.compiler.pipeline import device_of
@@ -26,18 +26,23 @@ from halley.core.validation import build, check_choice, check_type
 from halley.lanes.capture import TANGENT, Arguments, Capture, Inner, StepGraphs
 from halley.lanes.cut import cut_step
 from halley.lanes.executor import Executor, Order, one_after_another
+from halley.lanes.lane_memory import StorageRecorder
 from halley.lanes.lane_schedule import LanePlan, measured_durations, plan_lanes
 from halley.lanes.segment_compiler import SegmentCompiler
 
 
 _NUM_WARM_UP_STEPS = 1  # not measured, because the first step allocates memory
 _NUM_MEASURED_STEPS = 2
+_RANKS_BATCH = {"halley::take_slots_by_weight"}  # operators whose results need the whole batch
+_ONE_AFTER_ANOTHER = "microbatches run one after another"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Options:
     num_microbatches: int
     max_lanes: int
+    max_bytes: int | None
+    divides_batch: bool
     recorder: Recorder | None
     timeout_s: float
 
@@ -47,6 +52,8 @@ def compile_step(
     num_microbatches: int,
     *,
     max_lanes: int = 2,
+    max_bytes: int | None = None,
+    divides_batch: bool = False,
     inner: Inner = "inductor",
     recorder: Recorder | None = None,
     timeout_s: float = 300.0,
@@ -61,6 +68,11 @@ def compile_step(
             graph, so MoE layers must use a strategy that can be traced, such as "functional".
         num_microbatches: parts of a batch, along the first dimension of its tensors.
         max_lanes: most microbatches that run side by side. Each holds its saved activations.
+        max_bytes: most bytes of the values between items, predicted for rank 0
+            (``LanePlan.peak_bytes``). The step that makes the plan raises a ValueError, on all
+            ranks, if every order needs more. None is no limit.
+        divides_batch: compute the loss and the gradients of the whole batch: its routers drop the
+            tokens that they drop of the undivided batch. The loss must be a mean over sequences.
         inner: compiler of the segments: "inductor", or "eager" for operators one by one.
         recorder: records a span for each item; waits are in the stream "exposed".
         timeout_s: time that a rank waits for the others, in seconds.
@@ -74,10 +86,13 @@ def compile_step(
         check_type(value, int, name=name)
         if value < 1:
             raise ValueError(f"{name} ({value}) must be at least 1")
+    check_type(max_bytes, int | None, name="max_bytes")
     check_choice(inner, get_args(Inner), name="inner")
     options = _Options(
         num_microbatches=num_microbatches,
         max_lanes=max_lanes,
+        max_bytes=max_bytes,
+        divides_batch=divides_batch,
         recorder=recorder,
         timeout_s=timeout_s,
     )
@@ -91,11 +106,19 @@ class LaneStep:
     def __init__(
         self, loss_function: Callable[..., Any], inner: Inner, *, options: _Options
     ) -> None:
-        self._capture = Capture(loss_function, inner=inner)
+        num_lanes = options.num_microbatches if options.divides_batch else 1
+        self._capture = Capture(loss_function, inner=inner, num_lanes=num_lanes)
         self._compiler = SegmentCompiler(inner)
         self._options = options
+        self._compared: dict[StepGraphs, tuple[list[Consensus], str]] = {}
         self._programs: dict[StepGraphs, _Program] = {}
         self._last: _Program | None = None
+        self._fallback = ""
+        # Runs the batches that cannot be divided with equal results.
+        self._undivided: LaneStep | None = None
+        if num_lanes > 1:
+            one = replace(options, num_microbatches=1)
+            self._undivided = LaneStep(loss_function, inner, options=one)
 
     @property
     def plan(self) -> LanePlan | None:
@@ -105,7 +128,7 @@ class LaneStep:
     @property
     def fallback(self) -> str:
         """Reason why the last step's microbatches can never run side by side; "" if they can."""
-        return "" if self._last is None else self._last.fallback
+        return self._fallback
 
     @property
     def num_items(self) -> tuple[int, int]:
@@ -115,22 +138,49 @@ class LaneStep:
     def __call__(self, *batch: torch.Tensor) -> torch.Tensor:
         """Run forward and backward of a batch; return the loss of each of k microbatches, ``(k,)``.
 
+        With ``divides_batch``, return the loss of the whole batch, ``()``.
+
         The gradients of all microbatches are added to ``.grad``. A parameter with a gradient-ready
         hook gives each microbatch's gradient to the hook instead. ``batch`` are the arguments of
         the loss function for all microbatches, each ``(k * B, ...)``.
 
         Raises:
             RuntimeError: the ranks' collectives differ, or a rank is missing; on all ranks.
-            ValueError: the batch cannot be divided, or ``Capture.collect`` rejects the function.
+            ValueError: the batch cannot be divided, ``Capture.collect`` rejects the function, or
+                each order of the items needs more than ``max_bytes``.
         """
         calls = [self._capture.collect(*each) for each in self._divide(batch)]
         graphs = calls[0].graphs
         if any(call.graphs is not graphs for call in calls):
             raise ValueError("the loss function must have the same graph for all microbatches")
+        if graphs not in self._compared:
+            self._compared[graphs] = self._compare(graphs)
+        groups, self._fallback = self._compared[graphs]
+        if self._fallback and self._undivided:
+            self._last = None
+            return self._undivided(*batch)
         if graphs not in self._programs:
-            self._programs[graphs] = _Program(graphs, self._compiler, options=self._options)
+            self._programs[graphs] = _Program(
+                graphs,
+                self._compiler,
+                groups=groups,
+                is_planned=not self._fallback,
+                options=self._options,
+            )
         self._last = self._programs[graphs]
-        return self._last.run(calls)
+        losses = self._last.run(calls)
+        return losses.mean() if self._options.divides_batch else losses
+
+    def _compare(self, graphs: StepGraphs) -> tuple[list[Consensus], str]:
+        """Compare the ranks' graphs; return their groups, and the reason of a fallback or ""."""
+        forward, backward = (each.graph for each in graphs.modules)
+        groups, differing = compare_graphs(forward, backward, timeout_s=self._options.timeout_s)
+        nodes = [*forward.nodes, *backward.nodes]
+        fallback = _find_fallback(nodes, differing, is_divided=self._undivided is not None)
+        if fallback and self._options.num_microbatches > 1:
+            result = "the batch is not divided" if self._undivided else _ONE_AFTER_ANOTHER
+            warnings.warn(f"{result}: {fallback}", stacklevel=3)
+        return groups, fallback
 
     def _divide(self, batch: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
         num_microbatches = self._options.num_microbatches
@@ -149,22 +199,31 @@ class LaneStep:
 class _Program:
     """Runs the compiled items of a step's graphs; after measured steps, plans the items' order."""
 
-    def __init__(self, graphs: StepGraphs, compiler: SegmentCompiler, *, options: _Options) -> None:
-        self.plan: LanePlan | None = None  # None until steps are measured, or with a fallback
-        self._options = options
+    def __init__(
+        self,
+        graphs: StepGraphs,
+        compiler: SegmentCompiler,
+        *,
+        groups: Sequence[Consensus],
+        is_planned: bool,
+        options: _Options,
+    ) -> None:
+        self.plan: LanePlan | None = None  # None until steps are measured, or if not ``is_planned``
+        self._problem = ""  # why there is no plan; the ranks share their answer only once
+        self._groups, self._is_planned, self._options = groups, is_planned, options
         forward, backward = (each.graph for each in graphs.modules)
-        self._groups, differing = compare_graphs(forward, backward, timeout_s=options.timeout_s)
-        self.fallback = _find_fallback([*forward.nodes, *backward.nodes], differing)
-        if self.fallback:
-            warnings.warn(f"microbatches run one after another: {self.fallback}", stacklevel=4)
         self.items = cut_step(graphs)
         compiled = [compiler.compile(item) for item in self.items]
         self._keys = [key for key, _ in compiled]
         self._calls = [call for _, call in compiled]
+        self._recorded = StorageRecorder(
+            self.items, self._calls, num_microbatches=options.num_microbatches
+        )
         self._loss = f"f:{forward.output_node().args[0][0].name}"  # type: ignore[index, union-attr]
         self._inputs = [f"f:{node.name}" for node in forward.find_nodes(op="placeholder")]
+        share = 1 / options.num_microbatches if options.divides_batch else 1.0  # of the loss
         self._tangents = {
-            f"f:{node.name}": torch.ones((), dtype=value.dtype, device=value.device)
+            f"f:{node.name}": torch.full((), share, dtype=value.dtype, device=value.device)
             for node in backward.find_nodes(op="placeholder")
             if node.name.startswith(TANGENT)
             for value in (node.meta["val"],)
@@ -184,8 +243,10 @@ class _Program:
             {**dict(zip(self._inputs, call.values, strict=True)), **self._tangents}
             for call in calls
         ]
-        is_planned = self.plan is not None or bool(self.fallback)
-        is_measured = not is_planned and self._num_steps >= _NUM_WARM_UP_STEPS
+        if self._problem:
+            raise ValueError(self._problem)
+        needs_plan = self._is_planned and self.plan is None
+        is_measured = needs_plan and self._num_steps >= _NUM_WARM_UP_STEPS
         losses = self._executor.run(
             inputs,
             calls[0].values,
@@ -195,31 +256,42 @@ class _Program:
         if is_measured:
             self._measured.append(self._clock.collect())
         if len(self._measured) == _NUM_MEASURED_STEPS:
-            self.plan = self._share_plan()
-            self._measured.clear()
+            measured, self._measured = self._measured, []
+            self.plan = self._share_plan(measured)
             self._executor = self._build(self.plan.order)
         return torch.stack(losses)
 
     def _build(self, order: Order) -> Executor:
-        captures = self._is_cuda and self.plan is not None
-        return Executor(self.items, self._calls, order, loss=self._loss, captures=captures)
+        calls = self._recorded.calls if self.plan is None else self._calls
+        captures = self.plan is not None and self.plan.captures
+        return Executor(self.items, calls, order, loss=self._loss, captures=captures)
 
-    def _share_plan(self) -> LanePlan:
+    def _share_plan(self, measured: Sequence[Sequence[Span]]) -> LanePlan:
         """Plan the order on rank 0 from rank 0's measured times; return the plan on all ranks."""
 
-        def make() -> dict[str, Any]:
-            plan = plan_lanes(
-                self.items,
-                measured_durations(self.items, self._keys, self._measured),
-                num_microbatches=self._options.num_microbatches,
-                max_lanes=self._options.max_lanes,
-            )
+        def make() -> dict[str, Any] | str:
+            try:
+                plan = plan_lanes(
+                    self.items,
+                    measured_durations(self.items, self._keys, measured),
+                    num_microbatches=self._options.num_microbatches,
+                    max_lanes=self._options.max_lanes,
+                    storages=self._recorded.storages,
+                    max_bytes=self._options.max_bytes,
+                    captures=self._is_cuda,
+                )
+            except ValueError as error:  # all ranks raise it
+                return str(error)
             return asdict(plan)
 
-        return build(LanePlan, share_in_groups(self._groups, "lanes", make))
+        made = share_in_groups(self._groups, "lanes", make)
+        if isinstance(made, str):
+            self._problem = made
+            raise ValueError(made)
+        return build(LanePlan, made)
 
 
-def _find_fallback(nodes: Sequence[fx.Node], differing: Sequence[int]) -> str:
+def _find_fallback(nodes: Sequence[fx.Node], differing: Sequence[int], *, is_divided: bool) -> str:
     if unknown := unknown_collectives(nodes):
         return f"halley does not know how these operators communicate: {', '.join(unknown)}"
     if random := {operator_name(node) for node in nodes if is_random(node)}:
@@ -228,4 +300,6 @@ def _find_fallback(nodes: Sequence[fx.Node], differing: Sequence[int]) -> str:
         return f"the computation of ranks {list(differing)} differs from that of rank 0"
     if not any(operator_name(node) == ALL_TO_ALL for node in nodes):
         return "the graph has no all-to-all"
+    if is_divided and (ranked := {operator_name(node) for node in nodes} & _RANKS_BATCH):
+        return f"these operators rank the tokens of the whole batch: {', '.join(sorted(ranked))}"
     return ""

@@ -12,6 +12,7 @@ from halley.core.config import MoEConfig
 from halley.core.routing import count_tokens_per_expert
 from halley.core.types import DROPPED, Routing
 from halley.core.validation import parse_device
+from halley.ops.lane_sums import num_lanes, sum_over_earlier_lanes, sum_over_lanes
 from halley.ops.traceable_routing import take_slots, take_slots_by_weight
 
 
@@ -48,17 +49,19 @@ class AbstractRouter(nn.Module, abc.ABC):
         counts_E = count_tokens_per_expert(idx_TK, num_experts)
         loss = logits_TE.new_zeros(())
         if router.balance_coefficient and x_TD.shape[0]:
-            loss = loss + router.balance_coefficient * balance_loss(probs_TE, counts_E)
+            loss = loss + router.balance_coefficient * balance_loss(
+                probs_TE, sum_over_lanes(counts_E)
+            )
         if router.z_coefficient and x_TD.shape[0]:
             loss = loss + router.z_coefficient * z_loss(logits_TE)
         limit = None
         if router.capacity_factor:
-            limit = capacity(router.capacity_factor, idx_TK.numel(), num_experts=num_experts)
+            num_slots = idx_TK.numel() * num_lanes()
+            limit = capacity(router.capacity_factor, num_slots, num_experts=num_experts)
             if router.priority == "weight":
                 kept_TK = take_slots_by_weight(idx_TK, weights_TK, num_experts, limit)
             else:
-                used_E = torch.zeros(num_experts, dtype=torch.int64, device=idx_TK.device)
-                kept_TK, _ = take_slots(idx_TK, used_E, limit)
+                kept_TK = _take_slots_in_order(idx_TK, limit, num_experts=num_experts)
             idx_TK = torch.where(kept_TK, idx_TK, DROPPED)
             weights_TK = torch.where(kept_TK, weights_TK, 0.0)
         routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK, capacity=limit)
@@ -136,6 +139,19 @@ def build_router(
     device = parse_device(device, types=("cpu", "cuda", "meta"))
     router = SigmoidRouter if config.router.kind == "sigmoid" else SoftmaxRouter
     return router(config, hidden_size=hidden_size, dtype=dtype, device=device)
+
+
+def _take_slots_in_order(idx_TK: torch.Tensor, limit: int, *, num_experts: int) -> torch.Tensor:
+    """Return which slots the experts keep: those that ``take_slots`` keeps of the whole batch."""
+    used_E = torch.zeros(num_experts, dtype=torch.int64, device=idx_TK.device)
+    if num_lanes() == 1:
+        return take_slots(idx_TK, used_E, limit)[0]
+    kept: list[torch.Tensor] = []
+    for idx_T1 in idx_TK.split(1, dim=1):  # first choices of all lanes come before second choices
+        counts_E = count_tokens_per_expert(idx_T1, num_experts)
+        kept.append(take_slots(idx_T1, used_E + sum_over_earlier_lanes(counts_E), limit)[0])
+        used_E = used_E + sum_over_lanes(counts_E)
+    return torch.cat(kept, dim=1)
 
 
 def balance_loss(probs_TE: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:

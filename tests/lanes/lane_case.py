@@ -1,6 +1,8 @@
-"""Models, and steps of microbatches one after another, for tests of lanes."""
+"""Models, and steps of microbatches in any order, for tests of lanes."""
 
+import random
 from collections.abc import Sequence
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -8,7 +10,13 @@ import torch.distributed._functional_collectives as fc
 from torch import nn
 
 from benchmarks.graph_bench.gpt2_moe import Gate, TrainingLoss
+from halley.core.timeline import Recorder
 from halley.distributed.mesh import ParallelGroups
+from halley.lanes.capture import Capture
+from halley.lanes.cut import Item, cut_step
+from halley.lanes.executor import Executor, Order, one_after_another
+from halley.lanes.lane_schedule import schedules
+from halley.lanes.segment_compiler import SegmentCompiler
 from tests.compiler.model_case import build_narrow
 
 
@@ -79,3 +87,79 @@ def is_equal(first: Result, second: Result) -> bool:
     """Return whether losses and all gradients are equal bit for bit."""
     pairs = zip([first[0], *first[1]], [second[0], *second[1]], strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
+
+
+@final
+class CutStep:
+    """The items of a step of a model, which run in any legal order.
+
+    With ``divides_batch``, the microbatches are lanes of the batch, and ``run`` returns its loss.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Sequence[torch.Tensor],
+        *,
+        num_microbatches: int,
+        divides_batch: bool = False,
+    ) -> None:
+        num_lanes = num_microbatches if divides_batch else 1
+        capture, compiler = (
+            Capture(model, inner="eager", num_lanes=num_lanes),
+            SegmentCompiler("eager"),
+        )
+        microbatches = zip(*(each.chunk(num_microbatches) for each in batch), strict=True)
+        calls = [capture.collect(*each) for each in microbatches]
+        forward, backward = (each.graph for each in calls[0].graphs.modules)
+        self.items = cut_step(calls[0].graphs)
+        self._model, self._num_microbatches = model, num_microbatches
+        self._calls = [compiler.compile(item)[1] for item in self.items]
+        self._divides_batch, self._parameters = divides_batch, calls[0].values
+        names = [f"f:{node.name}" for node in forward.find_nodes(op="placeholder")]
+        tangent = f"f:{backward.find_nodes(op='placeholder')[-1].name}"
+        share = {tangent: torch.tensor(1.0 / num_lanes)}
+        self._inputs = [dict(zip(names, each.values, strict=True)) | share for each in calls]
+        self._loss = f"f:{forward.output_node().args[0][0].name}"  # type: ignore
+
+    def run(self, order: Order) -> Result:
+        executor = Executor(self.items, self._calls, order, loss=self._loss)
+        recorder = Recorder("cpu", enabled=False)
+        losses = torch.stack(executor.run(self._inputs, self._parameters, recorder=recorder))
+        return take_result(losses.mean()[None] if self._divides_batch else losses, self._model)
+
+    def orders(self) -> dict[str, Order]:
+        """Return all schedules, a random order and one microbatch after another, by name."""
+        durations_us = [30.0 if item.kind == "start" else 1.0 for item in self.items]
+        sizes = {"num_microbatches": self._num_microbatches}
+        found: dict[str, Order] = {
+            f"{lanes} lanes, units {moved}, {at}": order
+            for at, (lanes, moved, order) in enumerate(
+                schedules(self.items, durations_us, max_lanes=3, **sizes)
+            )
+        }
+        found["random"] = _random_order(self.items, seed=7, **sizes)
+        found["in turn"] = one_after_another(self.items, **sizes)
+        return found
+
+
+def _random_order(items: Sequence[Item], *, num_microbatches: int, seed: int) -> Order:
+    """Return a legal order, the same on all ranks; units and microbatches mix at random."""
+    choose = random.Random(seed)
+    left = [list(range(len(items))) for _ in range(num_microbatches)]
+    order: list[tuple[int, int]] = []
+    while any(left):
+        ready: list[tuple[int, int]] = []
+        for lane, rest in enumerate(left):
+            # Starts of a microbatch keep their order; on a single process group, that is no limit.
+            first_start = next((at for at in rest if items[at].kind == "start"), None)
+            ready += [
+                (lane, at)
+                for at in rest
+                if items[at].kind != "start" or at == first_start
+                if not any(need in left[of] for of, need in items[at].all_needs(lane, len(left)))
+            ]
+        lane, index = choose.choice(ready)
+        left[lane].remove(index)
+        order.append((lane, index))
+    return order

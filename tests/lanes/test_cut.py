@@ -90,6 +90,34 @@ def test_unit_may_read_a_unit_of_another_segment() -> None:
     assert items[second].gradients == (("b:add", 1),)
 
 
+def test_lane_waits_for_others_late_unless_a_collective_needs_their_sum() -> None:
+    forward = GraphBuilder()
+    x = forward.input("x", 4, 4)
+    add_lanes = torch.ops.halley.sum_over_lanes.default
+    early = forward.call(add_lanes, x, True, name="early")
+    needed = forward.call(add_lanes, x, False, name="needed")
+    late = forward.call(add_lanes, x, False, name="late")
+    balance = forward.call(aten.sum.default, late, name="balance")
+    rows = forward.call(aten.add.Tensor, early, needed, name="rows")
+    loss = forward.call(aten.sum.default, forward.all_to_all(rows, "a")[1], name="loss")
+    forward.done(forward.call(aten.add.Tensor, loss, balance, name="total"), x)
+    backward = GraphBuilder()
+    tangent, x = backward.input("tangents_1"), backward.input("x", 4, 4)
+    backward.done(backward.call(aten.mul.Tensor, x, tangent))
+    modules = [fx.GraphModule(torch.nn.Module(), each.graph) for each in (forward, backward)]
+    items = cut_step(StepGraphs(forward=modules[0], backward=modules[1]))
+    assert [(item.kind, item.lanes) for item in items] == [
+        ("sum", "earlier"),
+        ("sum", "all"),
+        *((kind, "own") for kind in ("segment", "start", "wait", "segment")),
+        ("sum", "all"),
+        *(("segment", "own"),) * 2,  # the balance loss and the total; backward
+    ]
+    assert items[6].outputs == ("f:late",)
+    assert items[6].all_needs(0, 2) == []  # ``x`` is an input
+    assert items[2].all_needs(1, 2) == [(1, 0), (1, 1)]
+
+
 @pytest.mark.parametrize("change", ["operator", "shape", "argument"])
 def test_hash_tells_different_code_apart(change: str) -> None:
     def build(changed: str) -> fx.Graph:

@@ -7,7 +7,7 @@ import pytest
 
 from halley.core.timeline import Span
 from halley.core.validation import build
-from halley.lanes.cut import Item, Kind
+from halley.lanes.cut import Item, Kind, Lanes
 from halley.lanes.executor import check_order, one_after_another
 from halley.lanes.lane_schedule import LanePlan, measured_durations, plan_lanes, predict, schedules
 
@@ -94,6 +94,28 @@ def test_unit_much_longer_than_the_wait_stays_behind_it() -> None:
     plan = plan_lanes(items, durations_us, num_microbatches=1, max_lanes=1)
     # The first exchange is done long before the unit would be; the second one is long enough.
     assert plan.order.index((0, 1)) == plan.order.index((0, 5)) + 1
+
+
+@pytest.mark.parametrize("lanes", ["earlier", "all"])
+def test_lanes_of_a_batch_meet_at_sums(lanes: Lanes) -> None:
+    items = _items(("segment",), ("sum", 0), ("start", 0, 1), ("wait", 2), ("segment", 3))
+    items[1] = replace(items[1], lanes=lanes)
+    durations_us = [10.0, 1.0, 20.0, 0.0, 10.0]
+    # The last lane is the first that finds the values of all lanes.
+    alone = [(0, 0), (1, 0), (2, 0), *((lane, at) for lane in (2, 0, 1) for at in range(1, 5))]
+    if lanes == "earlier":  # no lane needs a later one
+        alone = [(lane, at) for lane in range(3) for at in range(5)]
+    assert one_after_another(items, num_microbatches=3) == alone
+    for max_lanes in (1, 2, 3):
+        found = schedules(items, durations_us, num_microbatches=3, max_lanes=max_lanes)
+        for _, _, order in found:
+            check_order(items, order)
+    too_early = sorted(alone, key=lambda each: each[1] if each[0] else -1)  # lane 0 runs first
+    if lanes == "all":
+        with pytest.raises(RuntimeError, match=r"item 1 of microbatch 0 must come after"):
+            check_order(items, too_early)
+    plan = plan_lanes(items, durations_us, num_microbatches=3, max_lanes=3)
+    assert plan.time.exposed_us < 0.8 * plan.time_before.exposed_us
 
 
 def test_unit_runs_before_a_segment_that_reads_it() -> None:

@@ -1,6 +1,5 @@
 """Steps of microbatches in lanes equal those of one microbatch after another, bit for bit."""
 
-import random
 import time
 from dataclasses import replace
 from functools import partial
@@ -17,16 +16,13 @@ from halley.core.timeline import Recorder, waited_us
 from halley.core.types import DROPPED
 from halley.distributed.mesh import build_groups
 from halley.lanes import compile_step
-from halley.lanes.capture import Capture, Inner
-from halley.lanes.cut import Item, cut_step
-from halley.lanes.executor import Executor, Order, one_after_another
-from halley.lanes.lane_schedule import schedules
-from halley.lanes.segment_compiler import SegmentCompiler
+from halley.lanes.capture import Inner
 from halley.moe.router import AbstractRouter
 from halley.ops.gradient_hook import set_gradient_hook
 from tests.compiler.model_case import fresh_graphs
 from tests.lanes.lane_case import (
     SIZE,
+    CutStep,
     SmallModel,
     build_gpt2,
     is_equal,
@@ -39,25 +35,6 @@ from tests.moe.model_case import destroy
 
 BATCH_SIZE = 2  # of a microbatch
 NUM_STEPS = 5  # the first three run one microbatch after another
-OFF = Recorder("cpu", enabled=False)
-
-
-def _random_order(items: list[Item], *, num_microbatches: int, seed: int) -> Order:
-    """Return a legal order, the same on all ranks; units and microbatches mix at random."""
-    choose = random.Random(seed)
-    left = [list(range(len(items))) for _ in range(num_microbatches)]
-    order: list[tuple[int, int]] = []
-    while any(left):
-        microbatch = choose.choice([at for at, rest in enumerate(left) if rest])
-        rest = left[microbatch]
-        ready = [at for at in rest if not set(items[at].needs) & set(rest)]
-        # Starts of a microbatch keep their order; on a single process group, that is no limit.
-        starts = [at for at in rest if items[at].kind == "start"]
-        ready = [at for at in ready if items[at].kind != "start" or at == starts[0]]
-        index = choose.choice(ready)
-        rest.remove(index)
-        order.append((microbatch, index))
-    return order
 
 
 def _run_schedules(
@@ -68,32 +45,11 @@ def _run_schedules(
     model = build_gpt2(gate, groups, num_layers=4 if gate == "switch" else 2)
     found: dict[str, tuple[bool, bool]] = {}
     with fresh_graphs():
-        capture, compiler = Capture(model, inner="eager"), SegmentCompiler("eager")
         for num_microbatches in nums_microbatches:
             batch = make_batch(rank, batch_size=BATCH_SIZE * num_microbatches)
-            microbatches = zip(*(each.chunk(num_microbatches) for each in batch), strict=True)
-            calls = [capture.collect(*each) for each in microbatches]
-            forward, backward = (each.graph for each in calls[0].graphs.modules)
-            items = list(cut_step(calls[0].graphs))
-            names = [f"f:{node.name}" for node in forward.find_nodes(op="placeholder")]
-            last = backward.find_nodes(op="placeholder")[-1]
-            tangent = {f"f:{last.name}": torch.ones(())}
-            inputs = [dict(zip(names, each.values, strict=True)) | tangent for each in calls]
-            durations_us = [30.0 if item.kind == "start" else 1.0 for item in items]
-            sizes = {"num_microbatches": num_microbatches, "max_lanes": 3}
-            orders: dict[str, Order] = {
-                f"{lanes} lanes, units {moved}, {at}": order
-                for at, (lanes, moved, order) in enumerate(schedules(items, durations_us, **sizes))
-            }
-            orders["random"] = _random_order(items, num_microbatches=num_microbatches, seed=7)
-            orders["in turn"] = one_after_another(items, num_microbatches=num_microbatches)
+            case = CutStep(model, batch, num_microbatches=num_microbatches)
             uncompiled = run_uncompiled(model, batch, num_microbatches=num_microbatches)
-            compiled, results = [compiler.compile(item)[1] for item in items], {}
-            loss = f"f:{forward.output_node().args[0][0].name}"  # type: ignore
-            for name, order in orders.items():
-                executor = Executor(items, compiled, order, loss=loss)
-                losses = executor.run(inputs, calls[0].values, recorder=OFF)
-                results[name] = take_result(torch.stack(losses), model)
+            results = {name: case.run(order) for name, order in case.orders().items()}
             wanted = results["in turn"]
             for name, result in results.items():
                 equal = is_equal(result, wanted), is_equal(result, uncompiled)

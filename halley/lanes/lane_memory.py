@@ -1,0 +1,138 @@
+"""Predict the memory of the values between a step's items, for any order of the items.
+
+The first step records the storages of the items' results. The values that are alive after each item
+of an order then follow from the first and the last item that has each of them.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+
+from halley.lanes.cut import Item
+from halley.lanes.executor import Order, can_capture
+from halley.lanes.segment_compiler import Call
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultStorage:
+    """The storage of one result of an item.
+
+    Attributes:
+        owner: name of the first value that has the storage: an input of the item, an earlier result
+            of the item, or the result itself if the storage is new.
+        num_bytes: of the whole storage, of which the result may be a part; 0 for a number.
+    """
+
+    owner: str
+    num_bytes: int
+
+
+# Storages of an item's results by (microbatch, item index). Results of items that are missing here
+# count as 0 bytes: sums over lanes are missing, and have one number for each expert.
+Storages = Mapping[tuple[int, int], Sequence[ResultStorage]]
+
+
+@final
+class StorageRecorder:
+    """Records the storages of all results of a step, whose microbatches call each item in order.
+
+    Attributes:
+        calls: the functions of the items; the first call of each microbatch is recorded.
+        storages: the record so far.
+    """
+
+    def __init__(
+        self, items: Sequence[Item], calls: Sequence[Call], *, num_microbatches: int
+    ) -> None:
+        self.storages: dict[tuple[int, int], tuple[ResultStorage, ...]] = {}
+        self.calls: list[Call] = [
+            partial(self._record, index, item, call)
+            for index, (item, call) in enumerate(zip(items, calls, strict=True))
+        ]
+        self._num_microbatches = num_microbatches
+        self._num_calls = [0] * len(items)
+
+    def _record(self, index: int, item: Item, call: Call, args: list[Any]) -> Sequence[Any]:
+        if (microbatch := self._num_calls[index]) == self._num_microbatches:
+            return call(args)
+        inputs = [*args]  # alive during the call: no result can get the storage of a freed input
+        results = call(args)
+        self.storages[microbatch, index] = _describe(item, [*inputs, *results])
+        self._num_calls[index] += 1
+        return results
+
+
+def _describe(item: Item, values: Sequence[Any]) -> tuple[ResultStorage, ...]:
+    """Return the storages of an item's results; ``values`` are its inputs, then its results."""
+    owners: dict[int, str] = {}
+    found: list[ResultStorage] = []
+    for name, value in zip((*item.inputs, *item.outputs), values, strict=True):
+        owner, num_bytes = name, 0
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            owner, num_bytes = owners.setdefault(storage._cdata, name), storage.nbytes()
+        found.append(ResultStorage(owner=owner, num_bytes=num_bytes))
+    return tuple(found[len(item.inputs) :])
+
+
+def predict_peak(
+    items: Sequence[Item], storages: Storages, order: Order, *, captures: bool = False
+) -> int:
+    """Return the largest number of bytes of values that are alive after an item of ``order``.
+
+    A value is alive until its last reader has run. A unit that runs later keeps its operands alive.
+    A gradient is alive until the same gradient of all earlier microbatches is there. Inputs of the
+    step (parameters and the batch), ``.grad``, and memory inside of items are not counted.
+
+    With ``captures``, items of static sizes are CUDA graphs, whose results and copies of inputs
+    keep their memory for the whole step.
+    """
+    ends = _find_ends(items, order)
+    ending: dict[int, list[tuple[int, str]]] = defaultdict(list)
+    for value, at in ends.items():
+        ending[at].append(value)
+    owners: dict[tuple[int, str], tuple[int, str]] = {}
+    num_bytes: dict[tuple[int, str], int] = {}  # by owner; those of inputs of the step are missing
+    num_alive: Counter[tuple[int, str]] = Counter()  # by owner: values of its storage
+    kept = alive = peak = 0
+    for at, (microbatch, index) in enumerate(order):
+        item = items[index]
+        is_captured = captures and can_capture(item)
+        if is_captured:
+            inputs = [(microbatch, name) for name in item.inputs]
+            kept += sum(num_bytes.get(owners.get(each, each), 0) for each in inputs)
+        for name, result in zip(item.outputs, storages.get((microbatch, index), ()), strict=False):
+            value, owner = (microbatch, name), (microbatch, result.owner)
+            owners[value] = owner = owners.get(owner, owner)
+            if owner == value:
+                num_bytes[value] = 0 if is_captured else result.num_bytes
+                kept += result.num_bytes - num_bytes[value]
+            if value in ends:
+                alive += num_bytes.get(owner, 0) if num_alive[owner] == 0 else 0
+                num_alive[owner] += 1
+        for value in ending[at]:
+            if value in owners:
+                owner = owners[value]
+                num_alive[owner] -= 1
+                alive -= num_bytes.get(owner, 0) if num_alive[owner] == 0 else 0
+        peak = max(peak, alive)
+    return kept + peak
+
+
+def _find_ends(items: Sequence[Item], order: Order) -> dict[tuple[int, str], int]:
+    """Return the position in ``order`` at which each value is freed, if a later item reads it."""
+    num_microbatches = len({microbatch for microbatch, _ in order})
+    place = {each: at for at, each in enumerate(order)}
+    ends: dict[tuple[int, str], int] = {}
+    for at, (microbatch, index) in enumerate(order):
+        item = items[index]
+        for lane in item.read_lanes(microbatch, num_microbatches):
+            ends |= {(lane, name): at for name in item.inputs}
+        added_at = max(place[each, index] for each in range(microbatch + 1))
+        if added_at > at:  # a gradient that waits for an earlier microbatch
+            ends |= {(microbatch, name): added_at for name, _ in item.gradients}
+    return ends

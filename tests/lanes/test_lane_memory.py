@@ -1,0 +1,216 @@
+"""Predicted memory of orders: by hand for small steps, and equal to the storages of real ones."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halley.core.timeline import Recorder
+from halley.distributed.mesh import build_groups
+from halley.lanes import compile_step, executor
+from halley.lanes.cut import Item
+from halley.lanes.lane_memory import ResultStorage, StorageRecorder, Storages, predict_peak
+from halley.lanes.lane_schedule import plan_lanes
+from tests.compiler.model_case import fresh_graphs
+from tests.lanes.lane_case import SIZE, CutStep, SmallModel, build_gpt2, make_batch
+from tests.moe.model_case import destroy
+
+
+NUM_MICROBATCHES = 2
+
+
+def _new(name: str, num_bytes: int) -> ResultStorage:
+    return ResultStorage(owner=name, num_bytes=num_bytes)
+
+
+def _forward_backward() -> tuple[list[Item], Storages]:
+    """Return two segments and a unit: 100 bytes saved by the first, a gradient of 40 bytes."""
+    items = [
+        Item(kind="segment", outputs=("f:saved", "f:view"), is_static=True),
+        Item(kind="segment", inputs=("f:view",), outputs=("b:error",), needs=(0,), is_static=True),
+        Item(
+            kind="unit",
+            inputs=("f:saved", "b:error"),
+            outputs=("b:gradient",),
+            needs=(0, 1),
+            gradients=(("b:gradient", 0),),
+            is_static=True,
+        ),
+    ]
+    results = [
+        (_new("f:saved", 100), _new("f:saved", 100)),  # the second result is a view of the first
+        (_new("b:error", 10),),
+        (_new("b:gradient", 40),),
+    ]
+    return items, {(each, at): results[at] for each in (0, 1) for at in range(len(items))}
+
+
+@pytest.mark.parametrize(
+    ("order", "wanted"),
+    [
+        # One after another: 100, 110, 0. The gradient is added at once.
+        ([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)], 110),
+        # Two lanes: 100, 200, 210, 220, then the units free their operands.
+        ([(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)], 220),
+        # A deferred unit keeps 110 bytes until the other lane is done.
+        ([(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (0, 2)], 220),
+        # The other lane's early gradient waits: 100, 110, 0 + 40, then 140 and 150.
+        ([(1, 0), (1, 1), (1, 2), (0, 0), (0, 1), (0, 2)], 150),
+    ],
+)
+def test_peak_of_three_items_and_two_lanes(order: executor.Order, wanted: int) -> None:
+    items, storages = _forward_backward()
+    assert predict_peak(items, storages, order) == wanted
+
+
+def test_captured_items_keep_their_results_in_any_order() -> None:
+    items, storages = _forward_backward()
+    order = executor.one_after_another(items, num_microbatches=NUM_MICROBATCHES)
+    assert predict_peak(items, storages, order, captures=True) == 2 * (100 + 10 + 40)
+    # An item without a graph frees its results, but the graph that reads one has a copy of it.
+    items[0] = Item(kind="wait", outputs=("f:saved", "f:view"))
+    peak = predict_peak(items, storages, order, captures=True)
+    assert peak == 2 * (100 + 100 + 10 + 40) + 100
+
+
+def _chain() -> tuple[list[Item], Storages, list[float]]:
+    """Return items of 10 us with an exchange of 8 us between them; the first result is large."""
+    items = [
+        Item(kind="segment", outputs=("f:rows",)),
+        Item(kind="start", inputs=("f:rows",), outputs=("f:sent",), needs=(0,)),
+        Item(kind="wait", inputs=("f:sent",), outputs=("f:got",), needs=(1,), has_rows=True),
+        Item(kind="segment", inputs=("f:got", "f:rows"), outputs=("f:end",), needs=(0, 2)),
+    ]
+    results = [(_new("f:rows", 50),), (_new("f:sent", 30),), (_new("f:sent", 30),), ()]
+    storages = {(each, at): results[at] for each in (0, 1) for at in range(len(items))}
+    return items, storages, [10.0, 8.0, 0.0, 10.0]
+
+
+def test_limit_of_memory_chooses_fewer_lanes() -> None:
+    items, storages, durations_us = _chain()
+    make_plan = partial(
+        plan_lanes,
+        items,
+        durations_us,
+        num_microbatches=NUM_MICROBATCHES,
+        max_lanes=2,
+        storages=storages,
+    )
+    free = make_plan()
+    assert (free.num_lanes, free.peak_bytes, free.peak_bytes_before) == (2, 160, 80)
+    at_limit = make_plan(max_bytes=160)
+    assert at_limit == free
+    limited = make_plan(max_bytes=159)
+    assert (limited.num_lanes, limited.peak_bytes) == (1, 80)
+    with pytest.raises(ValueError, match=r"max_bytes \(79\) must be at least 80"):
+        make_plan(max_bytes=79)
+
+
+def test_limit_of_memory_gives_up_cuda_graphs_before_it_fails() -> None:
+    items, storages = _forward_backward()
+    make_plan = partial(
+        plan_lanes,
+        items,
+        [1.0, 1.0, 1.0],
+        num_microbatches=NUM_MICROBATCHES,
+        max_lanes=1,
+        storages=storages,
+        captures=True,
+    )
+    free = make_plan()
+    assert (free.captures, free.peak_bytes) == (True, 300)
+    limited = make_plan(max_bytes=110)
+    assert (limited.captures, limited.peak_bytes) == (False, 110)
+
+
+def _live_bytes(values: Sequence[dict[str, Any]], early: dict[int, Any], inputs: set[int]) -> int:
+    """Return the bytes of the storages of all values, each once, without those of ``inputs``."""
+    dictionaries = [*values, *early.values()]
+    tensors = [
+        value for each in dictionaries for value in each.values() if isinstance(value, torch.Tensor)
+    ]
+    storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
+    return sum(storage.nbytes() for key, storage in storages.items() if key not in inputs)
+
+
+def _compare_peaks(rank: int, num_ranks: int) -> dict[str, tuple[int, int]]:
+    """Return the predicted and the measured peak of each order, by name."""
+    groups = build_groups(num_ranks, device_type="cpu")
+    model = build_gpt2("switch", groups, num_layers=4)
+    batch = make_batch(rank, batch_size=2 * NUM_MICROBATCHES)
+    found: dict[str, tuple[int, int]] = {}
+    with fresh_graphs(), pytest.MonkeyPatch.context() as patch:
+        case = CutStep(model, batch, num_microbatches=NUM_MICROBATCHES)
+        plain = case._calls
+        recorded = StorageRecorder(case.items, plain, num_microbatches=NUM_MICROBATCHES)
+        orders = case.orders()
+        case._calls = recorded.calls
+        case.run(orders["in turn"])
+        case._calls = plain
+        inputs = {
+            value.untyped_storage()._cdata
+            for each in case._inputs
+            for value in each.values()
+            if isinstance(value, torch.Tensor)
+        }
+        peak = 0
+        run = executor._run
+
+        def run_and_measure(
+            action: Any, values: Sequence[dict[str, Any]], gradients: Any, recorder: Recorder
+        ) -> None:
+            nonlocal peak
+            run(action, values, gradients, recorder)
+            peak = max(peak, _live_bytes(values, gradients.early, inputs))
+
+        patch.setattr(executor, "_run", run_and_measure)
+        for name, order in orders.items():
+            peak = 0
+            case.run(order)
+            found[name] = predict_peak(case.items, recorded.storages, order), peak
+    destroy(groups)
+    return found
+
+
+def test_predicted_peak_is_that_of_a_real_step(run_ranks) -> None:
+    for found in run_ranks(_compare_peaks, 2):
+        for name, (predicted, measured) in found.items():
+            assert predicted == pytest.approx(measured, rel=0.03), name
+        before = found["in turn"][0]
+        assert max(predicted for predicted, _ in found.values()) > 1.5 * before
+
+
+def _limit_memory(rank: int, num_ranks: int) -> tuple[int, int, int, str]:
+    """Return two predicted peaks, the lanes at the smaller one, and the error of a lower limit."""
+    torch.manual_seed(0)
+    model: nn.Module = SmallModel()
+    batch = (torch.randn(4 * num_ranks, SIZE),)
+    with fresh_graphs():
+        free = compile_step(model, NUM_MICROBATCHES, max_lanes=1, inner="eager")
+        for _ in range(3):
+            free(*batch)
+        assert free.plan is not None
+        least = free.plan.peak_bytes_before
+        limited = compile_step(model, NUM_MICROBATCHES, inner="eager", max_bytes=least)
+        for _ in range(4):
+            limited(*batch)
+        assert limited.plan is not None
+        refused = compile_step(model, NUM_MICROBATCHES, inner="eager", max_bytes=1)
+        refused(*batch)
+        refused(*batch)
+        with pytest.raises(ValueError, match="max_bytes") as caught:
+            refused(*batch)
+        with pytest.raises(ValueError, match="max_bytes"):  # again, without waiting for a rank
+            refused(*batch)
+    return least, limited.plan.peak_bytes, limited.plan.num_lanes, str(caught.value)
+
+
+def test_compile_step_obeys_the_limit_on_all_ranks(run_ranks) -> None:
+    results = run_ranks(_limit_memory, 2)
+    assert results[0] == results[1]
+    least, peak_bytes, _, message = results[0]
+    assert 0 < peak_bytes <= least
+    assert message == f"max_bytes (1) must be at least {least}, the least predicted peak"
