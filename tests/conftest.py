@@ -44,7 +44,7 @@ TIERS = {
 SLOW_MODULES = {
     "test_bench_layer", "test_doctor", "test_gradient_ready", "test_group_cost", "test_inductor",
     "test_kill", "test_lane_step", "test_plan", "test_planned_run", "test_run",
-    "test_segment_compiler", "test_step_plan", "test_trace", "test_train_and_export",
+    "test_step_plan", "test_trace", "test_train_and_export",
 }  # fmt: skip
 
 
