@@ -102,11 +102,13 @@ def _list_tasks(row: Row, shape: LayerShape, predictor: Predictor) -> list[Task]
 def compare() -> Iterator[Comparison]:
     """Yield a comparison for each committed row; the section names the set that it belongs to."""
     models, num_tokens = CALIBRATION
-    for row in _read("h200x4/layer.jsonl"):
+    for row in _read("h200x4/layer-chunked.jsonl"):
         fitted = row["model"] in models and row["num_tokens"] == num_tokens
         yield _compare_layer(row, section="calibration" if fitted else "test")
     for row in _read("h100-80gb-hbm3x4/layer.jsonl"):
         yield _compare_layer(row, section="another GPU")
+    for row in _read("h200x4/layer.jsonl"):
+        yield _compare_layer(row, section="later run")
     for row in _read("h200x2/layer-nodes-graph.jsonl"):
         yield _compare_layer(row, section="slow link")
     for row in _read("h200x4/plain_layer.jsonl"):

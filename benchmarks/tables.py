@@ -25,7 +25,8 @@ Row = dict
 
 def read_rows() -> list[list[Row]]:
     """Return the rows of each machine's result file of the layer benchmark."""
-    paths = sorted(ROOT.glob("benchmarks/results/*/layer.jsonl"))
+    paths = sorted(ROOT.glob("benchmarks/results/*/layer*.jsonl"))
+    paths = [path for path in paths if path.stem in ("layer", "layer-chunked")]
     return [
         [json.loads(line) for line in path.read_text(encoding="ascii").splitlines()]
         for path in paths
@@ -161,8 +162,7 @@ def documents() -> dict[Path, str]:
     """Return the text of each document, with its tables made from the results."""
     machines, results = read_rows(), ROOT / "benchmarks/results"
     tables = {
-        # The machine with all strategies has the most rows; the README's figure shows it, too.
-        ROOT / "README.md": headline_table(max(machines, key=len)),
+        ROOT / "README.md": headline_table(max(machines, key=lambda rows: rows[0]["date"])),
         ROOT / "docs" / "results.md": [
             *(line for rows in machines for line in [*layer_table(rows), ""]),
             *graph_table(results / "h200x2/graph-channels-fitted.jsonl"),
