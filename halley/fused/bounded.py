@@ -4,6 +4,9 @@ A CUDA graph needs fixed sizes (``max_load``), because the host reads none while
 a rank then gets more rows than its buffers hold, the results of the step are undefined on all
 ranks. ``BoundedStep`` finds this out before the optimizer uses them, and runs the step again
 outside of the graph with buffers that grow. So no token is dropped and no job ends.
+
+All ranks know of an overflow when the layer call in which it occurs has ended, also ranks that
+exchange no rows with the overflowing rank (``_signal_overflow``). So no rank waits in a later call.
 """
 
 import copy
@@ -28,11 +31,15 @@ _BOUNDED: "weakref.WeakSet[Workspaces]" = weakref.WeakSet()
 
 
 def make_workspaces(
-    group: dist.ProcessGroup | None, device: torch.device | str, *, max_load: float
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+    *,
+    max_load: float,
+    tp_size: int = 1,
 ) -> Workspaces:
     """Return buffers that have ``max_load`` in a ``BoundedStep``, and elsewhere grow."""
-    workspaces = Workspaces(group, device)
-    workspaces.bounded = Workspaces(group, device, max_load=max_load)
+    workspaces = Workspaces(group, device, tp_size=tp_size)
+    workspaces.bounded = Workspaces(group, device, tp_size=tp_size, max_load=max_load)
     _BOUNDED.add(workspaces.bounded)
     return workspaces
 

@@ -8,10 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from halley.core.types import Experts
+from halley.core.types import Experts, Routing
 from halley.fused.bounded import BoundedStep, make_workspaces
 from halley.fused.buffers import Workspaces, find_workspaces
+from halley.interpreter import INTERPRETED
 from halley.strategies.fused import FusedStrategy
+from tests.fused.kernel_case import KernelCase
+from tests.fused.kernel_case import make_tokens as make_kernel_tokens
+from tests.fused.kernel_rank import KernelRank, run_world
 from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import CPU, LayerCase, build, local_experts_of, make_tokens
 
@@ -100,6 +104,49 @@ def test_all_microbatches_of_a_step_are_repeated(run_ranks: RunRanks) -> None:
     """The gradients of the first microbatch are lost when the second one has too many rows."""
     for counts, _ in run_ranks(_train, 2, [[BALANCED, CROWD], [BALANCED, BALANCED]]):
         assert counts == [1, 1]
+
+
+CALLS = KernelCase(num_tokens_CW=((20, 20, 20),) * 3, num_experts=3, top_k=1)
+# The expert of all tokens of a rank, by call. In call 0, rank 0 gets 40 rows, and 32 fit. Rank 1
+# exchanges no rows with it. In the other calls, rank 1 needs the sums of rank 2.
+EXPERT_CW = ((0, 1, 0), (1, 2, 0), (1, 2, 0))
+MAX_ROWS = 32
+
+
+def _run_calls(rank: KernelRank) -> str:
+    """Run all calls as a captured graph does, without a look at failures; return the failure."""
+    rank.heap.barrier()
+    for call, expert_W in enumerate(EXPERT_CW):
+        x_TD, routing = make_kernel_tokens(CALLS, rank.rank, call=call)
+        idx_TK = torch.full_like(routing.topk_idx_TK, expert_W[rank.rank])
+        routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=routing.topk_weights_TK)
+        rank.make_plan(x_TD, routing, max_rows=MAX_ROWS)
+        rows = rank.make_rows(MAX_ROWS)
+        rank.dispatch_gemm(rows)
+        rank.gemm_combine(rows)
+    return rank.failure()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs interpreted kernels in a seeded schedule")
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"seed": 0, "resident": 4},
+        {"seed": 1, "resident": 4},
+        {"seed": 8, "resident": 2, "starve": 0.05},
+        {"seed": 6, "resident": 4, "starve": 0.1},
+    ],
+)
+def test_rank_without_rows_of_the_overflowing_rank_knows_of_it(schedule: dict[str, Any]) -> None:
+    """Else it makes plans in later calls, and waits for sums that no rank sends.
+
+    With these seeds, this happens if ``rows_ready`` does not wait for the plan; with the last one,
+    also if a failure ends that wait before the signals of the overflow. If a rank makes a usable
+    plan after a failure, a kernel accesses memory outside of its buffers.
+    """
+    reports = run_world(CALLS, _run_calls, timeout_s=5.0, **schedule)
+    problem = "the experts of rank 0 got 48 rows, more than max_load allows"
+    assert reports == [f"rank {rank}: {problem}" for rank in range(3)]
 
 
 def test_calls_outside_of_a_step_have_buffers_that_grow() -> None:

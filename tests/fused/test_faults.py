@@ -302,16 +302,11 @@ MAX_ROWS = 32
 _overflow_rows = flags("overflow_rows", lambda layout: layout.num_ranks)
 
 
-def _last_flag(rank: KernelRank) -> torch.Tensor:
-    """Return the flag that rank 0 sets last on a rank."""
-    return _sums_ready(rank)[rank.layout.max_chunks - 1 :][:1]
-
-
 OVERFLOW_FAULTS = {
     "no flags": Fault(
         at=_sums_ready, within="_signal_overflow", write=lambda epoch: None, case=OVERFLOW
     ),
-    "flags before the number of rows": Fault(at=_overflow_rows, until=_last_flag, case=OVERFLOW),
+    "number of rows after rows_ready": Fault(at=_overflow_rows, until=_rows_ready, case=OVERFLOW),
 }
 
 

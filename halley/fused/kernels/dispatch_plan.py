@@ -20,14 +20,12 @@ from halley.fused.kernels.layout import (
     PASS,
     PLAN_EXITS,
     PLAN_TICKET,
-    PLANNED,
     PUBLISHED,
     ROWS_COPIED,
     KernelContext,
 )
 from halley.fused.kernels.peer import (
     ORDER,
-    PLAN,
     ROWS,
     copy_rows,
     count_pass,
@@ -42,6 +40,7 @@ from halley.fused.kernels.routing_exchange import (
     block_bases,
     call_in_use,
     count_task,
+    has_overflowed,
     last_group,
     load_packed,
     local_experts,
@@ -50,13 +49,13 @@ from halley.fused.kernels.routing_exchange import (
     record_of,
     smallest_local,
     store_contributors,
+    wait_for_plan,
 )
 from halley.ops.kernels.launch import Launcher, aligned
 
 
 COPY_ROWS = 16  # rows that a CTA copies to the send buffer at once
 _CTAS_PER_SM = 2  # of ``plan_kernel``, whose tasks are short and mostly wait for memory
-_NO_LIMIT_NS = tl.constexpr(2**62)
 
 
 @triton.jit
@@ -184,9 +183,10 @@ def plan_kernel(
         place     wait for PLANNED >= n, store lists and tiles
 
     The CTA that ends last waits for ``rows_ready[s] >= n`` of all ranks s. So when the launch has
-    ended, the rows of all ranks can be fetched.
-    There is no deadlock. Publish and copy tasks wait for nothing. Count tasks wait for publish
-    tasks of all ranks. Place tasks wait for count tasks, which have lower tickets and run already.
+    ended, the rows of all ranks can be fetched. With ``max_rows``, the last copy task waits for
+    PLANNED >= n before it sets ``rows_ready``, see ``_signal_overflow``.
+    There is no deadlock. Publish tasks wait for nothing, and count tasks for publish tasks of all
+    ranks. Other tasks wait for count tasks, which have lower tickets and run already.
 
     Example: 40 tokens, 16 tokens for each task, 10 columns of counts. Tickets 0-2 publish, 3-12
     count, 13-15 copy, and the others place.
@@ -197,16 +197,18 @@ def plan_kernel(
     first_place = first_copy + num_tasks
     end = first_place + LAYOUT.num_ranks * LAYOUT.max_blocks + LAYOUT.num_local
     healthy = True
+    may_publish = not has_overflowed(status)
     epoch = next_epoch(counters, status, host_status)
     send_buffer_TD = send_buffer_HTD + (epoch % 2).to(tl.int64) * send_tokens * HIDDEN_SIZE
     task = tl.atomic_add(counters + PLAN_TICKET, 1, sem="relaxed", scope="gpu")
     while task < end:
         num_marks = marks.add(cta_record, num_marks, marks.PUBLISH, LAYOUT)
         if task < first_count:
-            publish_task(
-                task, idx_TK, weights_TK, num_tokens, excess_tokens, epoch, rank,
-                routing, routing_ptrs_W, LAYOUT,
-            )  # fmt: skip
+            if may_publish:
+                publish_task(
+                    task, idx_TK, weights_TK, num_tokens, excess_tokens, epoch, rank,
+                    routing, routing_ptrs_W, LAYOUT,
+                )  # fmt: skip
             tl.debug_barrier()
             before = tl.atomic_add(counters + PUBLISHED, 1, sem="acq_rel", scope="sys")
             if before == num_tasks - 1:
@@ -222,14 +224,12 @@ def plan_kernel(
             tl.debug_barrier()
             before = tl.atomic_add(counters + ROWS_COPIED, 1, sem="acq_rel", scope="sys")
             if before == num_tasks - 1:
+                if max_rows > 0:
+                    wait_for_plan(epoch, rank, counters, status, host_status)
                 signal_all(LAYOUT.rows_ready, epoch, rank, routing, routing_ptrs_W, LAYOUT)
         elif healthy:
-            # No time limit: a timeout here could report this rank before a count task reports the
-            # rank that is missing. Count tasks already run, and their waits have limits.
-            code = failure_code(PLAN, rank, 0)
             num_marks = marks.add(cta_record, num_marks, marks.WAIT, LAYOUT)
-            planned = counters + PLANNED
-            healthy = wait(planned, epoch, _NO_LIMIT_NS, status, host_status, code, "gpu")
+            healthy = wait_for_plan(epoch, rank, counters, status, host_status)
             num_marks = marks.add(cta_record, num_marks, marks.PLAN, LAYOUT)
             if healthy:
                 _place_task(task - first_place, routing, plan, epoch, rank, LAYOUT)
@@ -313,7 +313,7 @@ def publish_rows_kernel(
     send_buffer_TD = send_buffer_HTD + (epoch % 2).to(tl.int64) * send_tokens * HIDDEN_SIZE
     for first in range(tl.program_id(0) * ROWS, num_tokens, tl.num_programs(0) * ROWS):
         copy_rows(first, x_TD, send_buffer_TD, num_tokens, HIDDEN_SIZE, ROWS, COLUMNS)
-    if tl.program_id(0) == 0:
+    if (tl.program_id(0) == 0) & (not has_overflowed(status)):
         for peer in range(LAYOUT.num_ranks):
             theirs = peer_ptr(routing_ptrs_W, peer, routing)
             tl.store(call_in_use(theirs, rank, epoch, LAYOUT), call)

@@ -41,6 +41,7 @@ from halley.fused.kernels.peer import (
 
 
 _STEP = tl.constexpr(1024)  # blocks whose counts one iteration adds
+_NO_LIMIT_NS = tl.constexpr(2**62)
 
 
 @triton.jit
@@ -150,6 +151,12 @@ def _publish_block(
         copies = last_group(expert_TK, peer, LAYOUT)[:, None] == group[None, :]
         column = record + LAYOUT.counts + (2 * LAYOUT.num_local + group) * LAYOUT.max_blocks + block
         tl.store(column, tl.sum(copies.to(tl.int32), axis=0))
+
+
+@triton.jit
+def has_overflowed(status):
+    """Return whether an earlier pass had too many rows or tokens, see ``_signal_overflow``."""
+    return tl.load(status) >> 48 >= MAX_ROWS  # the two kinds with the largest numbers
 
 
 @triton.jit
@@ -273,6 +280,11 @@ def _signal_overflow(num_rows, epoch, rank, routing, routing_ptrs_W, LAYOUT: tl.
 
     This rank computes nothing and sends no sums. So it sets the flags ``sums_ready`` here, and the
     other ranks do not wait for these flags until the time limit.
+
+    All ranks report the overflow at the end of this pass (``end_combine``): they wait for
+    ``rows_ready`` of this rank, which follows these stores. In later passes no rank has a usable
+    plan, so none waits for sums. Ranks then run ahead of each other, because their waits fail. So
+    they publish no routing: a slow rank may still read that of this pass.
     """
     for peer in range(LAYOUT.num_ranks):
         theirs = peer_ptr(routing_ptrs_W, peer, routing)
@@ -293,7 +305,7 @@ def count_task(
     begins at row 0 and has two tiles. Expert 1 begins at row 256. The plan has 3 tiles, 384 rows.
     """
     num_columns: tl.constexpr = LAYOUT.num_columns
-    complete = 1
+    complete = (tl.load(status) == 0).to(tl.int32)  # 0 after a failure in an earlier pass
     most_tokens = 0
     num_marks = marks.add(cta_record, num_marks, marks.WAIT, LAYOUT)
     for peer in range(LAYOUT.num_ranks):
@@ -324,11 +336,23 @@ def count_task(
             if most_tokens > 0:
                 report_failure(status, host_status, failure_code(MAX_TOKENS, 0, most_tokens))
             if num_rows > max_rows:
-                report_failure(status, host_status, failure_code(MAX_ROWS, rank, num_rows))
+                # Signal first: a reported failure ends the wait of the last copy task.
                 _signal_overflow(num_rows, epoch, rank, routing, routing_ptrs_W, LAYOUT)
+                report_failure(status, host_status, failure_code(MAX_ROWS, rank, num_rows))
         tl.debug_barrier()
         tl.atomic_xchg(counters + PLANNED, epoch, sem="release", scope="gpu")
     return num_marks
+
+
+@triton.jit
+def wait_for_plan(epoch, rank, counters, status, host_status):
+    """Wait until this rank's count tasks have ended; return False if a failure ended the wait.
+
+    There is no time limit: a timeout here could report this rank before a count task reports the
+    rank that is missing. Count tasks already run, and their waits have limits.
+    """
+    code = failure_code(PLAN, rank, 0)
+    return wait(counters + PLANNED, epoch, _NO_LIMIT_NS, status, host_status, code, "gpu")
 
 
 @triton.jit
