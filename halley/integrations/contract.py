@@ -20,6 +20,7 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 
+from halley.core.routing import route_to_shards
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing
 from halley.distributed.peers import all_gather_objects, name_ranks
@@ -40,8 +41,9 @@ _DESCRIPTION = "halley_description"  # name of the attribute of a module that ``
 
 @dataclass(frozen=True, kw_only=True)
 class LocalExperts:
-    """The experts ``[r * L, (r + 1) * L)`` of rank r, as a plug-in reads them from its framework.
+    """The experts ``[g * L, (g + 1) * L)`` of rank r, as a plug-in reads them from its framework.
 
+    With tensor parallelism these are shards, and ``g = r // tp_size``; else g is r.
     ``stacked`` has the weights in the layout of strategies, as views where possible, in a dtype of
     ``core.types.DTYPES``. It is None if no strategy can run these experts.
     """
@@ -86,7 +88,7 @@ class ExpertRunner:
         if max_load and not max_load >= 1:
             raise ValueError(f"max_load ({max_load}) must be 0 or at least 1")
         self.strategy, self.strict, self.max_load = strategy, strict, max_load
-        self._strategies: dict[tuple[dist.ProcessGroup | None, torch.device], AbstractStrategy] = {}
+        self._strategies: dict[tuple[object, ...], AbstractStrategy] = {}
         self._warned: set[str] = set()
         self._no_module = nn.Identity()  # stands for the module of calls that name none
         self._answers: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], str]] = (
@@ -100,6 +102,7 @@ class ExpertRunner:
         experts: LocalExperts,
         *,
         group: dist.ProcessGroup | None,
+        tp_size: int = 1,
         module: nn.Module | None = None,
         prepared: Any = None,
     ) -> torch.Tensor:
@@ -112,6 +115,7 @@ class ExpertRunner:
             x_TD: tokens of this rank, of any floating dtype; the sums have the same; T may be 0.
             routing: global expert ids and weights of these tokens.
             group: the expert-parallel group; None for a single rank.
+            tp_size: adjacent ranks of the group that share each expert, see ``core.routing``.
             module: gets a description of how its experts ran, see ``describe``.
             prepared: result of ``prepare``. With it, a graph of ``torch.compile`` can include the
                 experts. Without it, the graph ends before the experts; a new one starts after them.
@@ -127,7 +131,8 @@ class ExpertRunner:
         stacked, top_k = experts.stacked, routing.topk_idx_TK.shape[1]
         traced = prepared if torch.compiler.is_compiling() and _allows_unknown_sizes() else None
         if stacked is None or traced is None or find_problem(stacked, traced, top_k=top_k):
-            return self._run_outside_graph(x_TD, routing, experts, group=group, module=module)
+            where: dict[str, Any] = {"group": group, "tp_size": tp_size, "module": module}
+            return self._run_outside_graph(x_TD, routing, experts, **where)
         if module is not None:
             set_description(module, f"halley: {self.strategy}")
         x_cast_TD = x_TD.to(stacked.up_LGD.dtype)
@@ -142,11 +147,12 @@ class ExpertRunner:
         experts: LocalExperts,
         *,
         group: dist.ProcessGroup | None,
+        tp_size: int,
         module: nn.Module | None,
     ) -> torch.Tensor:
         stacked, strategy, top_k = experts.stacked, None, routing.topk_idx_TK.shape[1]
         if stacked is not None:
-            strategy = self._find_strategy(group, x_TD.device)
+            strategy = self._find_strategy(group, x_TD.device, tp_size=tp_size)
         problem = self._find_problem(experts, strategy, top_k=top_k, group=group, module=module)
         if problem:
             self.check_supported(problem)
@@ -154,6 +160,7 @@ class ExpertRunner:
             apply = [partial(_apply_function, experts)]
             recorder = Recorder(x_TD.device, enabled=False)
             where = {"num_local": experts.num_local, "group": group, "recorder": recorder}
+            routing = route_to_shards(routing, num_local=experts.num_local, tp_size=tp_size)
             y_TD = run_all_to_all(x_TD, routing, lambda _: apply, **where)
             path = f"sequential, with the framework's own expert code: {problem}"
         else:
@@ -213,12 +220,14 @@ class ExpertRunner:
     ) -> str:
         """Return why a rank of the group cannot run its experts by the strategy, or "" if all can.
 
-        The first call of a module, and of a dtype, is a collective. Later calls return its answer:
-        all ranks must run the same collectives, and an exchange in each step would cost time.
+        The first call of a module, of a dtype, and with or without gradients is a collective. Later
+        calls return its answer: all ranks must run the same collectives, and an exchange in each
+        step would cost time. "auto" chooses for calls with and without gradients separately.
         """
         stacked = experts.stacked
         sizes = () if stacked is None else (stacked.up_LGD.shape, stacked.up_LGD.dtype)
-        kind = (group, top_k, *sizes)  # equal on all ranks, so all ranks exchange in the same call
+        # Equal on all ranks, so all ranks exchange in the same call.
+        kind = (group, top_k, torch.is_grad_enabled(), *sizes)
         answers = self._answers.setdefault(self._no_module if module is None else module, {})
         if kind not in answers:
             own = experts.reason
@@ -228,16 +237,18 @@ class ExpertRunner:
         return answers[kind]
 
     def _find_strategy(
-        self, group: dist.ProcessGroup | None, device: torch.device
+        self, group: dist.ProcessGroup | None, device: torch.device, *, tp_size: int = 1
     ) -> AbstractStrategy:
-        key = group, device
+        key = group, device, tp_size
         if key not in self._strategies:
-            options: dict[str, Any] = {"recorder": Recorder(device, enabled=False)}
+            recorder = Recorder(device, enabled=False)
+            options: dict[str, Any] = {"recorder": recorder, "tp_size": tp_size}
             if self.max_load:
                 # Imported here: Triton is missing on some platforms.
                 from halley.fused.bounded import make_workspaces
 
-                options["workspaces"] = make_workspaces(group, device, max_load=self.max_load)
+                limits = {"max_load": self.max_load, "tp_size": tp_size}
+                options["workspaces"] = make_workspaces(group, device, **limits)
             self._strategies[key] = build_strategy(self.strategy, group, device=device, **options)
         return self._strategies[key]
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 
 from halley.core.types import DROPPED, Routing, local_experts
 from halley.integrations.contract import describe, set_description, shared_runner, warn_deprecated
@@ -38,7 +39,6 @@ for _method in (_mcore.MoELayer.dispatch, _mcore.MoELayer.routed_experts_compute
 # Fields of Megatron's configuration, and the values of each that Halley supports. A field that is
 # missing is accepted. If only None is supported, so are False, 0 and "".
 _REQUIRED: dict[str, tuple[Any, ...]] = {
-    "expert_tensor_parallel_size": (1,),
     "expert_gtp_weight_remat_size": (1,),
     "add_bias_linear": (False,),
     "moe_apply_probs_on_input": (False,),
@@ -65,6 +65,16 @@ def find_problem(config: Any) -> str:
     return ""
 
 
+def find_order_problem(groups: Any) -> str:
+    """Return a message if the ranks that share experts are not adjacent in ``tp_ep``, or ""."""
+    all_ranks = dist.get_process_group_ranks(groups.tp_ep)
+    sharing = dist.get_process_group_ranks(groups.expt_tp)
+    first = all_ranks.index(sharing[0])
+    if all_ranks[first : first + len(sharing)] == sharing:
+        return ""
+    return f"expert-tensor-parallel ranks ({sharing}) must be adjacent in {all_ranks}"
+
+
 @final
 class HalleyMoELayer(_mcore.MoELayer):
     """Megatron's MoE layer; Halley runs its routed experts if ``find_problem`` finds no problem.
@@ -79,7 +89,8 @@ class HalleyMoELayer(_mcore.MoELayer):
 
     Raises:
         ValueError: ``strategy`` is unknown; the number of experts is no multiple of the number of
-            ranks; or ``strict``, and Halley cannot run the layer.
+            ranks; the experts' size is no multiple of the tensor-parallel size; or ``strict``, and
+            Halley cannot run the layer.
     """
 
     def __init__(
@@ -95,13 +106,13 @@ class HalleyMoELayer(_mcore.MoELayer):
         runner = shared_runner(strategy, strict)
         groups = pg_collection or _mcore.get_default_pg_collection()
         local_experts(config.num_moe_experts, ep_size=groups.ep.size())
-        problem = find_problem(config)
+        problem = find_problem(config) or find_order_problem(groups)
         if problem:
             runner.warn_or_raise(problem, fallback="Megatron runs the layer")
         else:
             submodules = replace(submodules, experts=StackedExperts)
         super().__init__(config, submodules, pg_collection=groups, **further)
-        self._runner = runner
+        self._runner, self._groups = runner, groups
         self._is_megatrons = bool(problem)
         if problem:
             set_description(self, f"megatron: {problem}")
@@ -115,16 +126,18 @@ class HalleyMoELayer(_mcore.MoELayer):
     ) -> tuple[torch.Tensor, None]:
         """Run dispatch, experts and combine by Halley, or Megatron's own code of this phase.
 
-        A collective of the expert-parallel group. The arguments are the results of ``dispatch``:
-        tokens ``(T, D)`` and routing weights ``(T, K)``. Halley returns ``(T, D)`` sums and None.
+        A collective of all ranks that hold the layer's experts. The arguments are the results of
+        ``dispatch``: tokens ``(T, D)`` and routing weights ``(T, K)``. Halley returns ``(T, D)``
+        sums and None.
         """
         if self._is_megatrons:
             return super().routed_experts_compute(hidden_states, probs)
         expert_ids_TK = self.token_dispatcher.pop_expert_ids()
         routing = Routing(topk_idx_TK=expert_ids_TK, topk_weights_TK=probs)
         x_TD = self.token_dispatcher.copy_if_freed(hidden_states)
+        where = {"group": self._groups.tp_ep, "tp_size": self._groups.expt_tp.size()}
         experts = self.experts.local_experts()
-        return self._runner.run(x_TD, routing, experts, group=self.ep_group, module=self), None
+        return self._runner.run(x_TD, routing, experts, module=self, **where), None
 
 
 @final

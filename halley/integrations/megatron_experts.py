@@ -29,6 +29,8 @@ _mcore = FRAMEWORK.import_names(
 )
 # For each parameter, the layer in Megatron's SequentialMLP whose matrices the parameter stacks.
 _LAYERS = {"weight1": "linear_fc1", "weight2": "linear_fc2"}
+# The axis of such a matrix that is split over tensor-parallel ranks.
+_SPLIT_AXES = {"weight1": 0, "weight2": 1}
 
 
 @final
@@ -36,9 +38,9 @@ class StackedExperts(_mcore.MegatronModule):
     """The experts of one rank as two stacked weights without biases, in place of SequentialMLP.
 
     ``weight1`` is ``(L, 2F, D)``, gate rows first, or ``(L, F, D)`` without a gate. ``weight2`` is
-    ``(L, D, F)``. Initial values and checkpoint format are those of Megatron's ``SequentialMLP``.
-    ``megatron.find_problem`` must find no problem in ``config``. Megatron-Core 0.18 and newer pass
-    ``name``, which is unused.
+    ``(L, D, F)``. With expert tensor parallelism, F is this rank's share. Initial values and
+    checkpoint format are those of Megatron's ``SequentialMLP``. ``megatron.find_problem`` must find
+    no problem in ``config``. Megatron-Core 0.18 and newer pass ``name``, which is unused.
     """
 
     def __init__(
@@ -47,18 +49,25 @@ class StackedExperts(_mcore.MegatronModule):
         super().__init__(config=config)
         groups = pg_collection or _mcore.get_default_pg_collection()
         self.num_local_experts = num_local_experts
-        self.ep_group, self.dp_group = groups.ep, groups.expt_dp
-        size = config.moe_ffn_hidden_size
+        self.ep_group, self.tp_group, self.dp_group = groups.ep, groups.expt_tp, groups.expt_dp
+        size, remainder = divmod(config.moe_ffn_hidden_size, self.tp_group.size())
+        if remainder:
+            raise ValueError(
+                f"moe_ffn_hidden_size ({config.moe_ffn_hidden_size}) must be a multiple of "
+                f"expert_tensor_parallel_size ({self.tp_group.size()})"
+            )
         columns = size * (2 if config.gated_linear_unit else 1)
         on_cpu = config.use_cpu_initialization
         device = None if on_cpu else torch.cuda.current_device()
         options = {"dtype": config.params_dtype, "device": device}
         shapes = ((columns, config.hidden_size), (config.hidden_size, size))
-        for axis, (name, shape) in enumerate(zip(_LAYERS, shapes, strict=True)):
+        for name, shape in zip(_LAYERS, shapes, strict=True):
             weight: Any = nn.Parameter(torch.empty(num_local_experts, *shape, **options))
-            _mcore.set_tensor_model_parallel_attributes(weight, True, axis + 1, 1)
+            axis, stride = _SPLIT_AXES[name] + 1, self._stride(name)
+            _mcore.set_tensor_model_parallel_attributes(weight, True, axis, stride)
             # False: Megatron averages this gradient only over ranks with the same experts.
-            weight.allreduce = config.expert_model_parallel_size == 1
+            same_tp = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
+            weight.allreduce = config.expert_model_parallel_size == 1 and same_tp
             self.register_parameter(name, weight)
         self.register_load_state_dict_post_hook(_ignore_extra_state)
         self._has_gradient_hooks = False
@@ -97,6 +106,7 @@ class StackedExperts(_mcore.MegatronModule):
         num_experts = self.ep_group.size() * self.num_local_experts
         first = self.ep_group.rank() * self.num_local_experts
         replica = (0, 0, self.dp_group.rank())
+        extra_replica = (0, self.tp_group.rank(), self.dp_group.rank())
         axis = len(sharded_offsets)
         experts = range(first, first + self.num_local_experts)
         places = [(f"{index}.", sharded_offsets) for index in experts]
@@ -104,9 +114,11 @@ class StackedExperts(_mcore.MegatronModule):
             places = [("", (*sharded_offsets, (axis, index, num_experts))) for index in experts]
         state: dict[str, Any] = {}
         for name, layer in _LAYERS.items():
-            gated = name == "weight1" and self.config.gated_linear_unit
+            gated = self._stride(name) == 2
             suffix, weight = f"{layer}.weight", self.get_parameter(name)
-            split = partial(_split, suffix=suffix, places=places, gated=gated, singleton=singleton)
+            shard = (_SPLIT_AXES[name], self.tp_group.rank(), self.tp_group.size())
+            options = {"places": places, "shard": shard, "gated": gated, "singleton": singleton}
+            split = partial(_split, suffix=suffix, **options)
             key, stack = f"{prefix}experts.{suffix}", partial(_stack, gated=gated)
             state[f"{prefix}{name}"] = _mcore.ShardedTensorFactory(
                 key, weight, split, stack, replica
@@ -114,24 +126,33 @@ class StackedExperts(_mcore.MegatronModule):
             # As SequentialMLP does, write an extra state for each matrix; here its value is None.
             extra, make = f"{layer}._extra_state", _mcore.make_sharded_object_for_checkpoint
             for index, (expert_prefix, offsets) in enumerate(places, start=first):
-                entry = make(None, f"{prefix}experts.{expert_prefix}{extra}", offsets, replica)
+                key = f"{prefix}experts.{expert_prefix}{extra}"
+                entry = make(None, key, offsets, extra_replica)
                 state[f"{prefix}expert{index}.{extra}"] = entry
         return state
 
+    def _stride(self, name: str) -> int:
+        """Return the number of parts of a matrix that are each split over ranks: gate and up."""
+        return 2 if name == "weight1" and self.config.gated_linear_unit else 1
+
     def _initialize(self, *, on_cpu: bool) -> None:
         """Initialise one expert after another, to the values that ``SequentialMLP`` would have."""
-        name = _mcore.get_expert_parallel_rng_tracker_name()
-        generator = nullcontext() if on_cpu else _mcore.get_cuda_rng_tracker().fork(name)
+        tracker = _mcore.get_expert_parallel_rng_tracker_name()
+        generator = nullcontext() if on_cpu else _mcore.get_cuda_rng_tracker().fork(tracker)
         methods = self.config.init_method, self.config.output_layer_init_method
+        rank, size = self.tp_group.rank(), self.tp_group.size()
         with generator, torch.no_grad():
             for index in range(self.num_local_experts):
-                for weight, method in zip(self.parameters(), methods, strict=True):
-                    if on_cpu:
-                        matrix = torch.empty(weight[index].shape, dtype=torch.float32)
+                for name, method in zip(_LAYERS, methods, strict=True):
+                    shard, axis = self.get_parameter(name)[index], _SPLIT_AXES[name]
+                    if on_cpu:  # each rank that shares an expert initialises all of it
+                        matrix = torch.empty_like(shard, dtype=torch.float32)
+                        matrix = torch.cat([matrix] * size, dim=axis)
                         method(matrix)
-                        weight[index].copy_(matrix)
+                        parts = matrix.chunk(size * self._stride(name), dim=axis)
+                        shard.copy_(torch.cat(parts[rank::size], dim=axis))
                     else:
-                        method(weight[index])
+                        method(shard)
 
     def _register_gradient_hooks(self) -> None:
         """Register hooks on both weights once grad mode is on and ``main_grad`` has been set."""
@@ -204,18 +225,22 @@ def _split(
     *,
     suffix: str,
     places: list[tuple[str, tuple[Any, ...]]],
+    shard: tuple[int, int, int],
     gated: bool,
     singleton: bool,
 ) -> list[Any]:
     """Return a stacked weight's checkpoint tensors: one per expert, two (gate, up) if ``gated``.
 
-    ``key`` is the key of the factory, to which Megatron may have added a prefix.
+    ``key`` is the key of the factory, to which Megatron may have added a prefix. ``shard`` is the
+    axis of a matrix that is split over tensor-parallel ranks, then rank and number of these.
     """
+    axis, *place = shard
     tensors: list[Any] = []
     for (expert_prefix, offsets), matrix in zip(places, stack, strict=True):
         name = f"{key.removesuffix(suffix)}{expert_prefix}{suffix}"
         options = {"replica_id": replica, "prepend_axis_num": len(offsets)}
-        tensor = _mcore.ShardedTensor.from_rank_offsets(name, matrix, *offsets, **options)
+        shards = (*offsets, (len(offsets) + axis, *place))
+        tensor = _mcore.ShardedTensor.from_rank_offsets(name, matrix, *shards, **options)
         if gated:
             tensors += _mcore.apply_swiglu_sharded_factory(tensor, offsets, singleton).build()
         else:

@@ -116,13 +116,8 @@ class AutoStrategy(AbstractStrategy):
         return self._decisions.get(kind, _UNDECIDED)
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
-        weight = experts.down_LDF
-        kind = _Kind(
-            weight.shape[1], weight.shape[2] * self.tp_size, weight.shape[0] * self.num_sets,
-            routing.topk_idx_TK.shape[1], weight.itemsize, experts.activation,
-            expert_bias=experts.up_bias_LG is not None,
-            gradients=wants_gradients(x_TD, routing, experts),
-        )  # fmt: skip
+        gradients = wants_gradients(x_TD, routing, experts)
+        kind = self._kind(experts, top_k=routing.topk_idx_TK.shape[1], gradients=gradients)
         decision = self._decisions.get(kind)
         if decision is None:
             check_inputs(x_TD, experts)
@@ -133,12 +128,34 @@ class AutoStrategy(AbstractStrategy):
             decision = self._decide(kind, x_TD, routing, experts)
         return self.candidates[decision.name].forward(x_TD, routing, experts)
 
+    def find_problem(self, experts: Experts, *, top_k: int) -> str:
+        """Return why a strategy chosen for this kind of layer cannot run these experts, or "".
+
+        The choice takes the problems of the first layer into account. A later layer of the same
+        kind can have others, such as a weight that is not aligned on one rank.
+        """
+        for gradients in (False, True):
+            decision = self._decisions.get(self._kind(experts, top_k=top_k, gradients=gradients))
+            if decision is not None:
+                problem = self.candidates[decision.name].find_problem(experts, top_k=top_k)
+                if problem:
+                    return problem
+        return ""
+
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
         """Return tasks of the strategy chosen for training; if none, of the predicted fastest."""
         if name := self.decision(shape, gradients=True).name:
             return self.candidates[name].tasks(shape, predictor)
         inside = [s for name, s in self.candidates.items() if name not in self._across_hosts]
         return min((s.tasks(shape, predictor) for s in inside), key=makespan_us)
+
+    def _kind(self, experts: Experts, *, top_k: int, gradients: bool) -> _Kind:
+        weight = experts.down_LDF
+        return _Kind(
+            weight.shape[1], weight.shape[2] * self.tp_size, weight.shape[0] * self.num_sets,
+            top_k, weight.itemsize, experts.activation,
+            expert_bias=experts.up_bias_LG is not None, gradients=gradients,
+        )  # fmt: skip
 
     def _decide(
         self, kind: _Kind, x_TD: torch.Tensor, routing: Routing, experts: Experts

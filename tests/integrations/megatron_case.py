@@ -5,7 +5,7 @@ import importlib
 import multiprocessing
 import queue
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -34,6 +34,7 @@ dispatchers = _core("transformer.moe.token_dispatcher")
 halley_megatron: Any = importlib.import_module("halley.integrations.megatron")
 
 NUM_EXPERTS, VOCABULARY, SEQ_LEN, BATCH, EP_SIZE = 8, 64, 16, 2, 2
+PARALLEL_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +104,13 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-def start(num_ranks: int) -> None:
-    """Create Megatron's process groups, with expert-parallel groups of at most two ranks."""
-    if not parallel_state.is_initialized():
-        size = min(num_ranks, EP_SIZE)
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=size)
+def start(num_ranks: int, **settings: Any) -> None:
+    """Create Megatron's process groups, by default expert-parallel ones of at most two ranks."""
+    sizes = {"expert_model_parallel_size": min(num_ranks, EP_SIZE)}
+    sizes |= {name: value for name, value in settings.items() if name in PARALLEL_SIZES}
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(**sizes)
 
 
 def make_config(num_ranks: int, **settings: Any) -> Any:
@@ -151,7 +154,7 @@ def class_and_options(spec: Any) -> tuple[Any, dict[str, Any]]:
 
 def build_model(case: Case, num_ranks: int, *, strict: bool = True) -> Any:
     """Return a model in Megatron's data parallelism, as its training loop builds it."""
-    start(num_ranks)
+    start(num_ranks, **case.settings)
     config = make_config(num_ranks, **case.settings)
     # Set after the checks: Megatron allows it in bfloat16 only, whose rounding hides differences.
     config.overlap_moe_expert_parallel_comm = case.schedule == "batch overlap"
@@ -169,6 +172,22 @@ def build_model(case: Case, num_ranks: int, *, strict: bool = True) -> Any:
     config.gradient_accumulation_fusion = case.fusion
     reduce = distributed.DistributedDataParallelConfig(overlap_grad_reduce=case.fusion)
     return distributed.DistributedDataParallel(config, reduce, model)
+
+
+def experts_of(
+    model: Any, read: Callable[[Any], torch.Tensor] = torch.Tensor.detach
+) -> list[torch.Tensor]:
+    """Return the stacked expert weights of Halley's or Megatron's layers, or their gradients."""
+    stacks: list[torch.Tensor] = []
+    for layer in model.module.decoder.layers:
+        experts = layer.mlp.experts
+        if hasattr(experts, "weight1"):
+            stacks += [read(experts.weight1), read(experts.weight2)]
+            continue
+        for part in ("linear_fc1", "linear_fc2"):
+            weights = [read(getattr(expert, part).weight) for expert in experts.local_experts]
+            stacks.append(torch.stack(weights))
+    return stacks
 
 
 def train(rank: int, num_ranks: int, case: Case, num_steps: int) -> tuple[list[float], Any]:

@@ -5,6 +5,7 @@ import re
 import sys
 import warnings
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +21,13 @@ from halley.integrations.contract import (
     describe,
     find_module,
 )
+from halley.strategies.auto import AutoStrategy
+from halley.strategies.registry import build_strategy
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.integrations.framework_case import messages
 from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import (
+    CPU,
     LayerCase,
     check_values,
     expected,
@@ -120,14 +124,19 @@ def test_fused_reports_biases(strict: bool, run_ranks: RunRanks) -> None:
         assert path.startswith(start)
 
 
+def _misalign(experts: Experts) -> Experts:
+    """Return the experts with a weight that begins 4 bytes after a multiple of 16 bytes."""
+    storage = torch.zeros(experts.up_LGD.numel() + 1)
+    up_LGD = storage[1:].view_as(experts.up_LGD).copy_(experts.up_LGD.detach())
+    return experts.with_tensors({**experts.tensors(), "up_LGD": up_LGD.requires_grad_()})
+
+
 def _misalign_one_rank(rank: int, num_ranks: int, strict: bool) -> tuple[list[str], str]:
     """Run two steps with a weight of rank 1 not aligned; return warnings and description."""
     case = LayerCase(num_tokens_W=(3, 5))
     experts, module = local_experts_of(case, rank), nn.Identity()
     if rank == 1:
-        storage = torch.zeros(experts.up_LGD.numel() + 1)
-        up_LGD = storage[1:].view_as(experts.up_LGD).copy_(experts.up_LGD.detach())
-        experts = experts.with_tensors({**experts.tensors(), "up_LGD": up_LGD.requires_grad_()})
+        experts = _misalign(experts)
     runner, local, group = ExpertRunner("fused", strict=strict), _local(experts), dist.group.WORLD
     with messages() as found:
         for _ in range(2):
@@ -153,6 +162,37 @@ def test_unaligned_weight_of_one_rank_decides_for_all(strict: bool, run_ranks: R
         assert len(first) == 1
         assert second == []
         assert re.match(rf"halley: sequential, with the framework's own .*: {problem}", path)
+
+
+def _misalign_later_layer(rank: int, num_ranks: int) -> list[str]:
+    """Run two layers by "auto" with the choice fused; a weight of the second is not aligned."""
+    case, modules = LayerCase(num_tokens_W=(3, 5)), (nn.Identity(), nn.Identity())
+    group, runner = dist.group.WORLD, ExpertRunner("auto")
+
+    def build_auto(name: str, *args: Any, **options: Any) -> AutoStrategy:
+        candidates = {"fused": build_strategy("fused", *args, **options)}
+        where = {"group": group, "device": CPU, "recorder": options["recorder"]}
+        return AutoStrategy(candidates, **where)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("halley.integrations.contract.build_strategy", build_auto)
+        for index, module in enumerate(modules):
+            experts = local_experts_of(case, rank)
+            if index == rank == 1:
+                experts = _misalign(experts)
+            x_TD, routing, grad_TD = make_tokens(case, rank)
+            y_TD = runner.run(x_TD, routing, _local(experts), group=group, module=module)
+            y_TD.backward(grad_TD)
+            _assert_near(y_TD, expected(case, rank)["y"])
+    return [describe(module)[""] for module in modules]
+
+
+def test_unaligned_weight_of_a_later_layer_decides_for_all_ranks(run_ranks: RunRanks) -> None:
+    """Else "auto" raises on its rank alone, because it has chosen by the first layer."""
+    first, second = run_ranks(_misalign_later_layer, 2)
+    assert first == second
+    assert "fused is fastest of fused" in first[0]
+    assert re.search(r"the framework's own expert code: rank 1: up_LGD \(at 0x", first[1])
 
 
 def test_unaligned_experts_run_by_the_frameworks_code() -> None:
