@@ -19,9 +19,10 @@ a model learns within a few steps. Peak memory is that of torch's allocator, wit
 memory, which Halley and MinimalAsyncEP use for their buffers.
 
 torchtitan 0.3.0 asks for torch 2.12 or newer. With torch 2.11, ``torchtitan_job.py`` adds the names
-that are missing, experts stay out of FSDP, and blocks are compiled without run-time assertions.
-This changes all variants alike, and needs as many ranks of expert parallelism as GPUs. Data sets
-and TensorBoard are not used, so torchtitan runs without these packages.
+that are missing, experts stay out of FSDP, blocks are compiled without run-time assertions, and all
+steps use the attention mask of the first. This changes all variants alike, and needs as many ranks
+of expert parallelism as GPUs. Data sets and TensorBoard are not used, so torchtitan runs without
+these packages.
 
 A machine without a network needs these wheels, 16 MiB for Python 3.12, beside torch and the
 other dependencies of Transformers::

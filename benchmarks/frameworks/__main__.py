@@ -144,8 +144,9 @@ def run(framework: str, job: Job, *, num_ranks: int, timeout_s: float) -> dict[s
     sys.stderr.write(f"{framework} {job.model} {names}: {time.monotonic() - begin:.0f} s\n")
     if process.returncode == 0 and not error:
         result = json.loads(Path(job.output).read_text(encoding="ascii"))
+        sys.stderr.write(json.dumps(result["variants"]) + "\n")  # in case a later job is stopped
         return {name: each | result["machine"] for name, each in result["variants"].items()}
-    sys.stderr.write("\n".join([*output.splitlines()[-60:], ""]))
+    sys.stderr.write(output)
     lines = [line for line in output.splitlines() if "Error: " in line]
     error = error or (lines or ["no message"])[0][:300]
     return {name: {"error": error} for name in job.variants}

@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.nn.attention.flex_attention import create_block_mask
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
@@ -27,8 +28,7 @@ from torchtitan.config import (
 from torchtitan.distributed import fsdp
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models import qwen3
-from torchtitan.models.common import CosSinRoPE
-from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common import CosSinRoPE, attention
 from torchtitan.models.qwen3 import parallelize as qwen3_parallelize
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
@@ -186,7 +186,7 @@ def make_model(job: Job, variant: Variant) -> ModelSpec:
     )
     if job.on_cpu:
         for layer in layers:  # FlexAttention has no backward on a CPU
-            layer.attention.inner_attention = ScaledDotProductAttention.Config()
+            layer.attention.inner_attention = attention.ScaledDotProductAttention.Config()
     dim, vocab_size = size.hidden_size, size.vocab_size
     model = replace(
         model,
@@ -206,12 +206,36 @@ def parallelize(model: nn.Module, **options: Any) -> nn.Module:
         vars(qwen3_parallelize)["apply_fsdp_to_decoder"] = apply_fsdp_with_torch_2_11
         # Inductor of torch 2.11 fails on assertions between forward and backward of a block.
         dynamo_config.do_not_emit_runtime_asserts = True
+        vars(attention)["_compiled_create_block_mask"] = create_mask_with_torch_2_11
+        keep_attention_masks(model)
     model = qwen3.parallelize_qwen3(model, **options)
     if not torch.cuda.is_available():
         for module in model.modules():
             if hasattr(module, "set_force_sum_reduction_for_comms"):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has only plain sums
     return model
+
+
+def create_mask_with_torch_2_11(*args: Any, separate_full_blocks: bool, **options: Any) -> Any:
+    """Return a ``BlockMask``; torch 2.11 lacks the option, and separates full blocks always."""
+    assert separate_full_blocks
+    return create_block_mask(*args, **options)
+
+
+def keep_attention_masks(model: Any) -> None:
+    """Use the attention masks of the first step in all steps, which have the same positions.
+
+    torchtitan's CUDA graphs need equal masks. In torch 2.11, two masks that were built alike are
+    equal only if they are one object.
+    """
+    build, kept = model.get_attention_masks, list[Any]()
+
+    def masks(positions: torch.Tensor) -> Any:
+        if not kept:
+            kept.append(build(positions=positions))
+        return kept[0]
+
+    vars(model)["get_attention_masks"] = masks
 
 
 def apply_fsdp_with_torch_2_11(model: Any, *args: Any, **options: Any) -> None:
