@@ -1,19 +1,28 @@
-"""Measure the compiler passes in training steps of Lancet's GPT-2 models.
+"""Measure the compiler passes and lanes in training steps of GPT-2 and catalogue models.
 
     python -m benchmarks.graph_bench --nproc 4 --output benchmarks/results
+    python -m benchmarks.graph_bench --nproc 2 --models mixtral-8x7b --layers 4 --fixed-sizes
 
 Run it in the root of the repository. ``--help`` lists the options.
 """
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks.graph_bench.case import VARIANTS, GraphCase, check_inner, graph_case_name
-from benchmarks.graph_bench.gpt2_moe import check_gate, find_shape
+from benchmarks.graph_bench.case import (
+    DIVIDED,
+    VARIANTS,
+    GraphCase,
+    check_inner,
+    graph_case_name,
+)
+from benchmarks.graph_bench.catalogue import CatalogueShape, find_catalogue_shape
+from benchmarks.graph_bench.gpt2_moe import GPT2Shape, check_gate, find_shape
 from benchmarks.graph_bench.report import draw_graph_bench, graph_table
 from halley.cli.bench import (
     CommitOption,
@@ -60,14 +69,30 @@ _VariantsOption = Annotated[
 _InnerOption = Annotated[
     str, typer.Option(help="Compiler that runs after the passes: inductor or eager.")
 ]
-_GateOption = Annotated[str, typer.Option(help="Router: switch, top2, prioritized or dropless.")]
+_GateOption = Annotated[
+    str, typer.Option(help="Router of GPT-2 models: switch, top2, prioritized or dropless.")
+]
+_LayersOption = Annotated[
+    int, typer.Option(help="Layers of the models, which are of Halley's catalogue; 0: GPT-2.")
+]
+_SeqLenOption = Annotated[
+    int, typer.Option(help="Tokens of a sequence; 0: the default of the model.")
+]
 _BatchOption = Annotated[int, typer.Option(help="Sequences per rank; 0: the default of the model.")]
 _MicrobatchesOption = Annotated[
     int, typer.Option(help="Microbatches of a step; each has the sequences of --batch.")
 ]
 _FixedSizesOption = Annotated[
     bool,
-    typer.Option(help="Send rows for the whole capacity, so that no host reads counts."),
+    typer.Option(help="Send messages of fixed sizes, so that no host reads counts."),
+]
+_MaxLoadOption = Annotated[
+    float,
+    typer.Option(help="Fixed sizes of catalogue models, in multiples of the balanced load."),
+]
+_ActivationBudgetOption = Annotated[
+    float,
+    typer.Option(help="Share of activations that compiled variants save; below 1 they recompute."),
 ]
 _MemoryMarginOption = Annotated[
     float, typer.Option(help="Share by which the passes may raise peak memory.")
@@ -82,9 +107,13 @@ def graph(
     variants: _VariantsOption = "all",
     inner: _InnerOption = "inductor",
     gate: _GateOption = "switch",
+    layers: _LayersOption = 0,
+    seq_len: _SeqLenOption = 0,
     batch: _BatchOption = 0,
     microbatches: _MicrobatchesOption = 1,
     fixed_sizes: _FixedSizesOption = False,
+    max_load: _MaxLoadOption = 1.25,
+    activation_budget: _ActivationBudgetOption = 1.0,
     memory_margin: _MemoryMarginOption = 0.02,
     slow_link: _SlowLinkOption = "none",
     dtype: _DtypeOption = "default",
@@ -95,15 +124,19 @@ def graph(
     nproc: NprocOption = 0,
     device: DeviceOption = "auto",
 ) -> int:
-    """Measure forward and backward of GPT-2 with experts, without and with the compiler passes.
+    """Measure forward and backward of MoE models, without and with the compiler passes.
 
-    Other variants are microbatches in lanes, the strategies sequential and chunked in eager mode,
-    and Inductor's own overlap scheduler. Prints a table, then one JSON line per model and variant.
+    Other variants are microbatches in lanes, one batch divided into two lanes, the strategies
+    sequential and chunked in eager mode, and Inductor's own overlap scheduler. With --layers, the
+    models are those of Halley's catalogue, at their own width. Prints a table, then one JSON line
+    per model and variant.
     """
     num_ranks = count_ranks(nproc, device=device)
     if num_ranks < 2:
         raise ValueError(f"nproc ({num_ranks}) must be at least 2: one rank has no all-to-alls")
     on_gpu = pick_device(device).type == "cuda"
+    if layers < 0 or seq_len < 0:
+        raise ValueError(f"layers ({layers}) and seq_len ({seq_len}) must be at least 0")
     if models == "default":
         models = "gpt2-s-moe,gpt2-l-moe" if on_gpu else "gpt2-tiny-moe"
     cases = [
@@ -115,12 +148,15 @@ def graph(
             dtype=read_dtype(dtype, on_gpu=on_gpu),
             inner=check_inner(inner),
             fixed_sizes=fixed_sizes,
+            max_load=max_load,
+            activation_budget=activation_budget,
             memory_margin=memory_margin,
             seed=seed,
         )
-        for shape in map(find_shape, split_names(models, option="models"))
+        for name in split_names(models, option="models")
+        for shape in (_shape(name, layers, num_ranks=num_ranks, seq_len=seq_len),)
     ]
-    names = _variants(variants)
+    names = _variants(variants, num_microbatches=microbatches)
     check_seed(seed)
     check_samples(samples)
     _check_link(slow_link, on_gpu=on_gpu)
@@ -178,9 +214,24 @@ def _report(rows: list[Row], output: Path | None) -> None:
     print_rows(graph_table(rows), rows, width=160)
 
 
-def _variants(words: str) -> list[str]:
-    names = [*VARIANTS] if words == "all" else split_names(words, option="variants")
+def _shape(
+    name: str, num_layers: int, *, num_ranks: int, seq_len: int
+) -> GPT2Shape | CatalogueShape:
+    """Return the sizes of a GPT-2 model, or with ``num_layers`` of a model of the catalogue."""
+    if num_layers:
+        shape = find_catalogue_shape(name, num_layers=num_layers, num_ranks=num_ranks)
+    else:
+        shape = find_shape(name)
+    return replace(shape, seq_len=seq_len or shape.seq_len)
+
+
+def _variants(words: str, *, num_microbatches: int) -> list[str]:
+    if words == "all":
+        return [name for name in VARIANTS if name != DIVIDED or num_microbatches == 1]
+    names = split_names(words, option="variants")
     check_known(names, list(VARIANTS), option="variants")
+    if DIVIDED in names and num_microbatches > 1:
+        raise ValueError(f"microbatches ({num_microbatches}) must be 1 for variant {DIVIDED}")
     return names
 
 

@@ -8,7 +8,9 @@ from typing import Literal, final, get_args
 import torch
 import torch.distributed as dist
 
+from benchmarks.graph_bench.catalogue import CatalogueShape
 from benchmarks.graph_bench.gpt2_moe import ROUTERS, TOP_K, Gate, GPT2MoE, GPT2Shape, TrainingLoss
+from halley.core.config import RouterConfig
 from halley.distributed.mesh import ParallelGroups
 from halley.moe.router import capacity
 from halley.strategies.traceable import TraceableStrategy
@@ -22,8 +24,8 @@ Step = Callable[[], torch.Tensor]
 Values = dict[str, torch.Tensor]
 
 SEQUENTIAL, NONE, CHUNKED, OVERLAP = "sequential", "none", "chunked", "inductor-overlap"
-WGRAD, LANES = "wgrad", "lanes"
-VARIANTS = (NONE, SEQUENTIAL, WGRAD, LANES, CHUNKED, OVERLAP)
+WGRAD, LANES, DIVIDED = "wgrad", "lanes", "divided"
+VARIANTS = (NONE, SEQUENTIAL, WGRAD, LANES, DIVIDED, CHUNKED, OVERLAP)
 _CHUNKS = (2, 3, 4, 8)
 
 
@@ -50,12 +52,16 @@ class GraphCase:
 
     Attributes:
         shape: sizes of the model.
-        gate: kind of its routers.
+        gate: kind of the routers of a GPT-2 model; a model of the catalogue has its own.
         batch_size: sequences of a microbatch per rank.
         num_microbatches: of a step.
         dtype: of weights and activations.
         inner: the compiler that runs after the passes.
-        fixed_sizes: whether compiled variants send as many rows as the capacity of the experts.
+        fixed_sizes: whether compiled variants send messages of fixed sizes: as many rows as the
+            capacity of the experts, or for a model of the catalogue as ``max_load`` allows.
+        max_load: most rows of a rank, as a multiple of those of balanced routing.
+        activation_budget: share of activation memory that the compiler may save for backward; it
+            recomputes the rest (``torch._functorch.config.activation_memory_budget``).
         memory_margin: share by which the passes may raise peak memory.
         seed: of the tokens.
 
@@ -63,13 +69,15 @@ class GraphCase:
         ValueError: a number is out of range.
     """
 
-    shape: GPT2Shape
+    shape: GPT2Shape | CatalogueShape
     gate: Gate = "switch"
     batch_size: int
     num_microbatches: int = 1
     dtype: torch.dtype
     inner: Inner = "inductor"
     fixed_sizes: bool = False
+    max_load: float = 1.25
+    activation_budget: float = 1.0
     memory_margin: float = 0.02
     seed: int = 0
 
@@ -78,6 +86,10 @@ class GraphCase:
             raise ValueError(f"batch ({self.batch_size}) must be at least 1, or 0 for the model's")
         if self.num_microbatches < 1:
             raise ValueError(f"microbatches ({self.num_microbatches}) must be at least 1")
+        if not 1.0 <= self.max_load < inf:
+            raise ValueError(f"max_load ({self.max_load}) must be finite and at least 1")
+        if not 0.0 <= self.activation_budget <= 1.0:
+            raise ValueError(f"activation_budget ({self.activation_budget}) must be from 0 to 1")
         if not 0.0 <= self.memory_margin < inf:
             raise ValueError(f"memory_margin ({self.memory_margin}) must be finite and at least 0")
 
@@ -89,7 +101,46 @@ class GraphCase:
     @property
     def num_slots(self) -> int:
         """Routed rows of a microbatch per rank before experts drop rows beyond their capacity."""
-        return self.num_tokens * TOP_K[self.gate]
+        return self.num_tokens * self.top_k
+
+    @property
+    def top_k(self) -> int:
+        """Experts of a token."""
+        if isinstance(self.shape, GPT2Shape):
+            return TOP_K[self.gate]
+        return self.shape.config.moe.top_k
+
+    @property
+    def router(self) -> RouterConfig:
+        """Configuration of the routers."""
+        if isinstance(self.shape, GPT2Shape):
+            return ROUTERS[self.gate]
+        return self.shape.config.moe.router
+
+    @property
+    def gate_name(self) -> str:
+        """Name of the kind of the routers in result lines."""
+        return self.gate if isinstance(self.shape, GPT2Shape) else self.router.kind
+
+    @property
+    def strategy(self) -> str:
+        """Name of the strategy of the compiled variants."""
+        return "functional" if isinstance(self.shape, GPT2Shape) else "functional:deduplicated"
+
+    @property
+    def bound(self) -> float:
+        """Argument ``max_load`` of the strategy; 0 for none."""
+        is_bounded = self.fixed_sizes and not isinstance(self.shape, GPT2Shape)
+        return self.max_load if is_bounded else 0.0
+
+    def build(self, groups: ParallelGroups, device: torch.device) -> TrainingLoss:
+        """Return the model and its loss, with random weights, or without values on "meta"."""
+        place = {"dtype": self.dtype, "device": device}
+        if isinstance(self.shape, GPT2Shape):
+            strategy = TraceableStrategy(groups.ep, fixed_sizes=self.fixed_sizes)
+            return TrainingLoss(GPT2MoE(self.shape, self.gate, groups, strategy=strategy, **place))
+        strategy = TraceableStrategy(groups.ep, deduplicated=True, max_load=self.bound)
+        return TrainingLoss(self.shape.build(groups, strategy=strategy, **place))
 
     def settings(self, variant: str) -> list[str]:
         """Return the settings at which a variant runs; chunks divide the experts of a rank."""
@@ -117,16 +168,10 @@ class GraphSubject:
     """
 
     def __init__(self, case: GraphCase, groups: ParallelGroups, device: torch.device) -> None:
-        def build(place: torch.device | str) -> GPT2MoE:
-            strategy = TraceableStrategy(groups.ep, fixed_sizes=case.fixed_sizes)
-            return GPT2MoE(
-                case.shape, case.gate, groups, strategy=strategy, dtype=case.dtype, device=place
-            )
-
         self._case, self._groups = case, groups
-        model, twin = build(device), build("meta")
-        twin.load_state_dict(model.state_dict(keep_vars=True), assign=True)
-        self.whole, self.plain = TrainingLoss(model), TrainingLoss(twin)
+        self.whole = case.build(groups, device)
+        self.plain = case.build(groups, torch.device("meta"))
+        self.plain.load_state_dict(self.whole.state_dict(keep_vars=True), assign=True)
         generator = torch.Generator().manual_seed(1_000_003 * case.seed + groups.rank)
         shape = (case.num_microbatches * case.batch_size, case.shape.seq_len + 1)
         text = torch.randint(case.shape.vocab_size, shape, generator=generator).to(device)
@@ -139,9 +184,14 @@ class GraphSubject:
 
         The other ranks wait for that rank. Capacity limits reduce the number of rows, and a skewed
         load increases it.
+
+        Raises:
+            ValueError: a rank has more rows than ``max_load`` allows; on all ranks.
         """
-        counts_ME = self.plain.model(self.tokens_BS[: self._case.batch_size]).counts_ME
-        factor = ROUTERS[self._case.gate].capacity_factor
+        outputs = [self.plain.model(each) for each in self.tokens_BS.split(self._case.batch_size)]
+        self._check_finite(torch.stack([each.logits_BSV.isfinite().all() for each in outputs]))
+        counts_ME = outputs[0].counts_ME
+        factor = self._case.router.capacity_factor
         if factor:
             num_experts = counts_ME.shape[1]
             counts_ME = counts_ME.clamp_max(
@@ -151,6 +201,17 @@ class GraphSubject:
         if self._groups.ep is not None:
             dist.all_reduce(rows_MR, group=self._groups.ep)
         return max(1, round(rows_MR.amax(1).double().mean().item()))
+
+    def _check_finite(self, is_finite: torch.Tensor) -> None:
+        """Raise a ValueError on all ranks unless all values of all ranks are True."""
+        number = is_finite.logical_not().sum()
+        if self._groups.ep is not None:
+            dist.all_reduce(number, group=self._groups.ep)
+        if number.item():
+            raise ValueError(
+                f"max_load ({self._case.max_load}) must be larger: the logits of {number.item()} "
+                "microbatches of all ranks are not finite, as with more rows than it allows"
+            )
 
     def one_after_another(self, loss: Loss) -> Step:
         """Return a step that finishes each microbatch before the next one."""

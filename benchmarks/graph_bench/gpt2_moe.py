@@ -10,7 +10,7 @@ from torch import nn
 from halley.core.config import MoEConfig, RouterConfig
 from halley.distributed.mesh import ParallelGroups
 from halley.moe.layer import GroupedExperts, MoELayer
-from halley.moe.transformer import ModelOutput
+from halley.moe.transformer import ModelOutput, MoETransformer
 from halley.strategies.base import AbstractStrategy
 
 
@@ -203,12 +203,6 @@ class GPT2MoE(nn.Module):
         logits_BSV = self.lm_head(self.ln_f(x_BSD))
         return ModelOutput(logits_BSV, torch.stack(losses).sum(), torch.stack(counts))
 
-    def use(self, strategy: AbstractStrategy) -> None:
-        """Use this strategy for the routed experts of all layers."""
-        for module in self.modules():
-            if isinstance(module, MoELayer):
-                module.strategy = strategy
-
     @torch.no_grad()
     def _fill(self, groups: ParallelGroups, *, std: float) -> None:
         """Draw random parameters, equal on all ranks except for those of experts."""
@@ -224,7 +218,7 @@ class GPT2MoE(nn.Module):
 class TrainingLoss(nn.Module):
     """A model with its loss, so that the compiled graph includes the loss."""
 
-    def __init__(self, model: GPT2MoE) -> None:
+    def __init__(self, model: GPT2MoE | MoETransformer) -> None:
         super().__init__()
         self.model = model
 
@@ -232,3 +226,9 @@ class TrainingLoss(nn.Module):
         out = self.model(tokens_BS)
         logits_TV = out.logits_BSV.flatten(0, 1).float()
         return F.cross_entropy(logits_TV, targets_BS.flatten()) + out.router_loss
+
+    def use(self, strategy: AbstractStrategy) -> None:
+        """Use this strategy for the routed experts of all layers."""
+        for module in self.modules():
+            if isinstance(module, MoELayer):
+                module.strategy = strategy

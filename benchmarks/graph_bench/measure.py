@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 import torch._dynamo
 import torch._dynamo.config
+import torch._functorch.config
 import torch.distributed as dist
 
 from benchmarks.graph_bench.case import (
     CHUNKED,
+    DIVIDED,
     LANES,
     NONE,
     OVERLAP,
@@ -116,6 +118,7 @@ def _bench_case(
     with (
         tempfile.TemporaryDirectory() as folder,
         torch._dynamo.config.patch(capture_scalar_outputs=True),
+        torch._functorch.config.patch(activation_memory_budget=case.activation_budget),
     ):
         workshop = Workshop(case, groups, device, profiles=Path(folder) / "profiles.jsonl")
         made: dict[Key, Variant | str] = {}
@@ -137,12 +140,14 @@ def _bench_case(
             )
         times = dict(zip(ready, timings.values(), strict=True))
         predicted = _predict(ready, case.num_microbatches)
+        held_bytes = sum(each.held_bytes for each in ready.values())
         rows: list[Row] = []
         for key in _best_settings(keys, times):
             row = _workload(case, groups, key)
             if key in ready:
                 row |= _figures(ready[key], times[key], predicted.get(key[0]), groups=groups)
-                row |= _traced(ready[key], device=device, groups=groups)
+                others_bytes = held_bytes - ready[key].held_bytes
+                row |= _traced(ready[key], others_bytes, device=device, groups=groups)
             else:
                 row |= {"error": made[key]}
             rows.append(row)
@@ -175,8 +180,9 @@ def _predict(ready: dict[Key, Variant], num_microbatches: int) -> dict[str, tupl
     of "wgrad", or from the plan of "lanes".
     """
     times: dict[str, list[GraphTime]] = {}
-    if (LANES, "") in ready:
-        times = {name: [time] for name, time in ready[LANES, ""].predicted}
+    for variant in (DIVIDED, LANES):
+        if (variant, "") in ready:
+            times |= {name: [time] for name, time in ready[variant, ""].predicted}
     reports = ready[WGRAD, ""].reports if (WGRAD, "") in ready else ()
     if len(reports) == 2:
         times[NONE] = [each.time_before for each in reports] * num_microbatches
@@ -194,6 +200,7 @@ def _workload(case: GraphCase, groups: ParallelGroups, key: Key) -> Row:
     figures = "median_us p10_us p90_us floor_us exposed_comm_us comm_us predicted_us"
     figures += " predicted_exposed_us predicted_over_measured compile_s optimise_s plan_s peak_mib"
     figures += " max_rel_err bit_equal num_differing differing filled_windows"
+    figures += " num_lanes moves_units captures planned_peak_bytes"
     figures += " sm_margins baseline speedup exposed_over_baseline peak_over_none error"
     return {
         "case": "graph",
@@ -202,7 +209,7 @@ def _workload(case: GraphCase, groups: ParallelGroups, key: Key) -> Row:
         "num_layers": case.shape.num_layers,
         "hidden_size": case.shape.hidden_size,
         "num_experts": case.shape.experts_per_rank * groups.ep_size,
-        "gate": case.gate,
+        "gate": case.gate_name,
         "num_tokens": case.num_tokens,
         "seq_len": case.shape.seq_len,
         "batch_size": case.batch_size,
@@ -212,10 +219,12 @@ def _workload(case: GraphCase, groups: ParallelGroups, key: Key) -> Row:
         "skew": "router",
         "seed": case.seed,
         "dtype": str(case.dtype).removeprefix("torch."),
-        "strategy": variant if is_plain else "functional",
-        "passes": variant if variant in (WGRAD, LANES) else "none",
+        "strategy": variant if is_plain else case.strategy,
+        "passes": variant if variant in (WGRAD, LANES, DIVIDED) else "none",
         "inner": None if is_plain else "inductor" if variant == OVERLAP else case.inner,
         "fixed_sizes": case.fixed_sizes and not is_plain,
+        "max_load": None if is_plain else case.bound,
+        "activation_budget": None if is_plain else case.activation_budget,
         "memory_margin": case.memory_margin,
         "direction": "forward_backward",
         "setting": setting or None,
@@ -245,6 +254,9 @@ def _figures(
     if predicted is not None:
         row["predicted_us"], row["predicted_exposed_us"] = (round(us, 1) for us in predicted)
         row["predicted_over_measured"] = round(predicted[0] / timing.median_us, 4)
+    if each.lanes is not None and (plan := each.lanes.plan) is not None:
+        row["num_lanes"], row["moves_units"] = plan.num_lanes, plan.moves_units
+        row["captures"], row["planned_peak_bytes"] = plan.captures, plan.peak_bytes
     if each.reports:
         planning_s = sum(report.planning_s for report in each.reports)
         measuring_s = sum(report.measuring_s for report in each.reports)
@@ -256,10 +268,13 @@ def _figures(
     return row
 
 
-def _traced(each: Variant, *, device: torch.device, groups: ParallelGroups) -> Row:
+def _traced(
+    each: Variant, others_bytes: int, *, device: torch.device, groups: ParallelGroups
+) -> Row:
     """Measure communication time and memory of the worst rank, in steps that are not timed.
 
-    Memory is the peak of torch's allocator: parameters, gradients and activations.
+    Memory is the peak of torch's allocator: parameters, gradients and activations. It is without
+    ``others_bytes``, which other variants hold in CUDA graphs.
     """
     exposed_us: list[float] = []
     comm_us: list[float] = []
@@ -272,7 +287,7 @@ def _traced(each: Variant, *, device: torch.device, groups: ParallelGroups) -> R
         torch.cuda.reset_peak_memory_stats(device)
         each.run()
         torch.cuda.synchronize(device)
-        peak_mib = torch.cuda.max_memory_allocated(device) / 2**20
+        peak_mib = (torch.cuda.max_memory_allocated(device) - others_bytes) / 2**20
     worst = _worst([statistics.median(exposed_us), statistics.median(comm_us), peak_mib], groups)
     return {
         "exposed_comm_us": round(worst[0], 1),

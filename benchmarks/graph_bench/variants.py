@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.graph_bench.case import (
     CHUNKED,
+    DIVIDED,
     LANES,
     NONE,
     OVERLAP,
@@ -31,10 +32,11 @@ from halley.compiler import Backend, OrderReport
 from halley.core.timeline import Recorder
 from halley.cost.simulate import GraphTime
 from halley.distributed.mesh import ParallelGroups
-from halley.lanes import compile_step
+from halley.lanes import LaneStep, compile_step
 from halley.strategies.registry import build_strategy
 
 
+_NUM_DIVIDED = 2  # lanes of one batch in the variant "divided"
 _MEET_S = 180.0  # limit for the difference between ranks at the end of the first step
 _MAX_ERROR = 400  # characters
 _ROOT = Path(__file__).parents[2]
@@ -53,6 +55,8 @@ class Variant:
             difference between two of its steps.
         reports: of the graphs that the passes have changed.
         predicted: time of a step, by variant, from the lanes' plan.
+        lanes: the step in lanes, which has the plan.
+        held_bytes: memory that the variant holds between steps, such as that of CUDA graphs.
     """
 
     run: Callable[[], None]
@@ -60,6 +64,8 @@ class Variant:
     difference: Difference
     reports: tuple[OrderReport, ...] = ()
     predicted: tuple[tuple[str, GraphTime], ...] = ()
+    lanes: LaneStep | None = None
+    held_bytes: int = 0
 
 
 @final
@@ -96,11 +102,23 @@ class Workshop:
             RuntimeError: the variant failed on some ranks only, or with different errors.
         """
         name = f"{variant} {setting}".strip()
-        ready = _alike_on_all(lambda: self._prepare(variant, setting), name, groups=self.groups)
+        before = self._allocated_bytes()
+        with warnings.catch_warnings(action="ignore"):  # warnings of torch about its tracing
+            warnings.filterwarnings("default", message="halley")
+            ready = _alike_on_all(lambda: self._prepare(variant, setting), name, groups=self.groups)
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return ready
+        if isinstance(ready, str):
+            return ready
+        return replace(ready, held_bytes=max(0, self._allocated_bytes() - before))
+
+    def _allocated_bytes(self) -> int:
+        """Return the allocated memory of the device, without the first variant's values."""
+        if self.device.type != "cuda":
+            return 0
+        values = (self._wanted or {}).values()
+        return torch.cuda.memory_allocated(self.device) - sum(each.nbytes for each in values)
 
     def forget_values(self) -> None:
         """Free the gradients of the first variant, which would count as memory of a step."""
@@ -112,8 +130,8 @@ class Workshop:
         one_after_another = self.subject.one_after_another
         if variant == OVERLAP:
             return self._first_step(one_after_another(self._overlapped()))
-        if variant == LANES:
-            return self._prepare_lanes()
+        if variant in (LANES, DIVIDED):
+            return self._prepare_lanes(variant)
         backend = Backend()
         options = self.case.options(variant) | {"unknown_size": self._num_rows}
         if variant == NONE:
@@ -133,15 +151,20 @@ class Workshop:
         plain = self.subject.plain
 
         def loss(tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
-            plain.model.use(strategy)
+            plain.use(strategy)
             return plain(tokens_BS, targets_BS)
 
         return self._first_step(self.subject.one_after_another(loss))
 
-    def _prepare_lanes(self) -> Variant:
-        """Prepare the step in microbatch lanes; its values are those of the planned order."""
+    def _prepare_lanes(self, variant: str) -> Variant:
+        """Prepare the step in lanes; its values are those of the planned order."""
+        is_divided = variant == DIVIDED
         lanes = compile_step(
-            self.subject.whole, self.case.num_microbatches, inner=self.case.inner, timeout_s=600.0
+            self.subject.whole,
+            _NUM_DIVIDED if is_divided else self.case.num_microbatches,
+            divides_batch=is_divided,
+            inner=self.case.inner,
+            timeout_s=600.0,
         )
 
         def run() -> torch.Tensor:
@@ -153,8 +176,11 @@ class Workshop:
             if lanes.fallback:
                 raise RuntimeError(f"lanes do not run: {lanes.fallback}")
         compile_s = time.perf_counter() - begin_s
-        predicted = ((NONE, lanes.plan.time_before), (LANES, lanes.plan.time))
-        return replace(self._first_step(run), compile_s=compile_s, predicted=predicted)
+        predicted = [(variant, lanes.plan.time)]
+        if not is_divided:  # lanes of one batch, one after another, are not the step of "none"
+            predicted.append((NONE, lanes.plan.time_before))
+        ready = self._first_step(run)
+        return replace(ready, compile_s=compile_s, predicted=tuple(predicted), lanes=lanes)
 
     def _compiled(self, backend: Backend, options: dict[str, object]) -> Loss:
         compiled = torch.compile(
@@ -184,9 +210,7 @@ class Workshop:
     def _first_step(self, step: Step) -> Variant:
         subject = self.subject
         begin_s = time.perf_counter()
-        with warnings.catch_warnings(action="ignore"):  # warnings of torch about its tracing
-            warnings.filterwarnings("default", message="halley")
-            values = subject.values(step)
+        values = subject.values(step)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         compile_s = time.perf_counter() - begin_s

@@ -5,6 +5,7 @@ a functional collective exchanges the counts, and the splits of the all-to-alls 
 The strategies are separate, because in eager mode traceable operators cost time on the host.
 """
 
+import math
 from contextlib import nullcontext
 from typing import final
 
@@ -47,7 +48,9 @@ class TraceableStrategy(AbstractStrategy):
     ``halley.compile`` does. With ``fixed_sizes``, a rank sends ``capacity`` rows to each expert, so
     the host reads no counts. Then routers need a capacity, the same on all ranks. With
     ``deduplicated``, a token crosses once to each rank that has any of its experts, and one partial
-    sum returns; it excludes ``fixed_sizes``.
+    sum returns; it excludes ``fixed_sizes``. It has fixed sizes with ``max_load``, a multiple of
+    the rows of balanced routing, both in messages and for the experts of a rank. If a rank has more
+    rows to send or to compute, outputs are NaN. All ranks must have the same number of tokens.
     """
 
     def __init__(
@@ -57,13 +60,20 @@ class TraceableStrategy(AbstractStrategy):
         tp_size: int = 1,
         fixed_sizes: bool = False,
         deduplicated: bool = False,
+        max_load: float = 0.0,
     ) -> None:
         if fixed_sizes and deduplicated:
             raise ValueError("fixed_sizes (True) must be False with deduplicated")
+        if max_load and not (deduplicated and 1.0 <= max_load < math.inf):
+            raise ValueError(
+                f"max_load ({max_load}) must be 0, or finite and at least 1 with deduplicated"
+            )
         self.ep_size = rank_and_size(group)[1]
         check_tp_size(tp_size, num_ranks=self.ep_size)
+        if max_load and tp_size > 1:
+            raise ValueError(f"tp_size ({tp_size}) must be 1 with max_load")
         self.group, self.tp_size, self._fixed_sizes = group, tp_size, fixed_sizes
-        self._deduplicated = deduplicated
+        self._deduplicated, self._max_load = deduplicated, max_load
         name = "functional:deduplicated" if deduplicated else "functional"
         self._lockstep = Lockstep(name, group=group, tp_size=tp_size)
 
@@ -75,10 +85,16 @@ class TraceableStrategy(AbstractStrategy):
         check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
         if experts.up_bias_LG is not None or experts.down_bias_LD is not None:
             raise ValueError("expert_bias (true) must be false for the functional strategy")
-        capacity = {"capacity": routing.capacity if x_TD.shape[0] else 0}  # sets message sizes
-        self._lockstep.begin(x_TD, experts, **(capacity if self._fixed_sizes else {}))
+        sizes = {}  # that decide the size of a message
+        if self._fixed_sizes:
+            sizes = {"capacity": routing.capacity if x_TD.shape[0] else 0}
+        elif self._max_load:
+            sizes = {"num_tokens": x_TD.shape[0]}
+        self._lockstep.begin(x_TD, experts, **sizes)
         if self._fixed_sizes:
             return self._lockstep.end(self._run_fixed(x_TD, routing, experts))
+        if self._max_load:
+            return self._lockstep.end(self._run_bounded(x_TD, routing, experts))
         if self._deduplicated:
             return self._lockstep.end(self._run_deduplicated(x_TD, routing, experts))
         idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
@@ -123,14 +139,12 @@ class TraceableStrategy(AbstractStrategy):
         self, x_TD: torch.Tensor, routing: Routing, experts: Experts
     ) -> torch.Tensor:
         """Run the layer with one row for each (token, rank) pair; S is the number of rows sent."""
-        idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
-        num_local, ep_size, top_k = experts.num_local_experts, self.ep_size, idx_TK.shape[1]
-        rank_W = torch.arange(ep_size, device=idx_TK.device)
-        local_TWK = idx_TK[:, None, :] - (rank_W * num_local)[:, None]
-        is_there_TWK = (local_TWK >= 0) & (local_TWK < num_local)
-        rank_TW = rank_W.where(is_there_TWK.any(2), DROPPED)
+        weights_TK, ep_size = routing.topk_weights_TK, self.ep_size
+        num_local, top_k = experts.num_local_experts, weights_TK.shape[1]
+        rank_TW, local_TWK = _group_by_rank(routing.topk_idx_TK, num_local, ep_size=ep_size)
         slots_N, rows_W = sort_slots(rank_TW, ep_size)
-        sent_W2 = torch.stack([rows_W, is_there_TWK.sum((0, 2))], dim=1)  # rows, slots of experts
+        slots_W = (local_TWK != DROPPED).sum((0, 2))
+        sent_W2 = torch.stack([rows_W, slots_W], dim=1)
         received_W2 = self._exchange("route", sent_W2)
         sent, received = _read_splits(
             *(each.t().reshape(2 * ep_size, 1) for each in (sent_W2, received_W2))
@@ -138,7 +152,6 @@ class TraceableStrategy(AbstractStrategy):
         send_splits, recv_splits = sent[:ep_size], received[:ep_size]
 
         # Each row has its token, and the weights and local ids of its slots as float32 values.
-        local_TWK = local_TWK.where(is_there_TWK, DROPPED)
         words = [weights_TK.float()[:, None].expand(local_TWK.shape), local_TWK.float()]
         rows_SD = gather_rows(x_TD, slots_N, sum(send_splits), ep_size)
         words_SX = gather_rows(torch.cat(words, 2).flatten(0, 1), slots_N, sum(send_splits), 1)
@@ -153,6 +166,45 @@ class TraceableStrategy(AbstractStrategy):
         y_RD = combine_rows(y_ND, slots_N2, weights_RK)
         returned_SD = self._exchange("combine", y_RD, recv_splits, send_splits)
         return combine_rows(returned_SD, slots_N, weights_TK.new_ones(rank_TW.shape))
+
+    def _run_bounded(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        """Run the layer as ``_run_deduplicated``, with sizes that the host knows before.
+
+        S rows of fixed size go to all ranks together, and N slots have rows for the experts.
+        """
+        weights_TK, ep_size = routing.topk_weights_TK, self.ep_size
+        num_local, (num_tokens, top_k) = experts.num_local_experts, weights_TK.shape
+        if not num_tokens:
+            raise ValueError("tokens (0) must be at least 1 with max_load")
+        limit, num_slots = _bound_rows(
+            self._max_load, num_tokens, top_k, num_local=num_local, ep_size=ep_size
+        )
+        rank_TW, local_TWK = _group_by_rank(routing.topk_idx_TK, num_local, ep_size=ep_size)
+        fits = ((rank_TW != DROPPED).sum(0) <= limit).all()
+        places = capacity_rows(rank_TW.where(fits, DROPPED), num_experts=ep_size, capacity=limit)
+        # Ids begin at 1, because an unused row has zeros.
+        words = [weights_TK.float()[:, None].expand(local_TWK.shape), local_TWK.float() + 1.0]
+        splits = [limit] * ep_size
+        x_SD = MoveRows.apply(x_TD.repeat_interleave(ep_size, dim=0), *places)
+        words_SX = MoveRows.apply(torch.cat(words, 2).flatten(0, 1), *places)
+        x_RD = self._exchange("dispatch", x_SD, splits, splits)
+        words_RX = self._exchange("dispatch of routing", words_SX, splits, splits)
+        weights_RK, ids_RK = words_RX.split(top_k, dim=1)
+
+        slots_N, counts_L = sort_slots(ids_RK.long() - 1, num_local)
+        ends_L = counts_L.cumsum(0)
+        # The GEMMs do not write the rows of unused slots, neither in ``y_ND`` nor, in backward, in
+        # the gradient of ``x_ND``.
+        unused_N1 = (torch.arange(num_slots, device=x_TD.device) >= ends_L[-1])[:, None]
+        x_ND = gather_rows(x_RD, slots_N, num_slots, top_k).masked_fill(unused_N1, 0.0)
+        has_all = ends_L[-1] <= num_slots
+        ends_L = ends_L.clamp_max(num_slots).int()
+        y_ND = apply_experts(x_ND, experts, ends_L=ends_L, gemm=expert_gemm)
+        y_RD = combine_rows(y_ND.masked_fill(unused_N1, 0.0), slots_N, weights_RK)
+        y_RD = y_RD.masked_fill(~has_all, math.nan)
+        y_SD = self._exchange("combine", y_RD, splits, splits)
+        y_TD = MoveRows.apply(y_SD, *places[2:], *places[:2]).view(*rank_TW.shape, -1).sum(1)
+        return y_TD.masked_fill(~fits, math.nan)
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
         return "experts have biases" if experts.up_bias_LG is not None else ""
@@ -174,6 +226,30 @@ class TraceableStrategy(AbstractStrategy):
         is_traced = torch.compiler.is_compiling()
         with nullcontext() if is_traced else Collective(name, group=self.group):
             return fc.wait_tensor(exchange(rows_NX, recv_splits, send_splits, self.group))
+
+
+def _group_by_rank(
+    idx_TK: torch.Tensor, num_local: int, *, ep_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ranks that have any expert of a token, ``(T, W)``, and local ids, ``(T, W, K)``.
+
+    Both are ``DROPPED`` where a rank has no such expert.
+    """
+    rank_W = torch.arange(ep_size, device=idx_TK.device)
+    local_TWK = idx_TK[:, None, :] - (rank_W * num_local)[:, None]
+    is_there_TWK = (local_TWK >= 0) & (local_TWK < num_local)
+    return rank_W.where(is_there_TWK.any(2), DROPPED), local_TWK.where(is_there_TWK, DROPPED)
+
+
+def _bound_rows(
+    max_load: float, num_tokens: int, top_k: int, *, num_local: int, ep_size: int
+) -> tuple[int, int]:
+    """Return the most rows that a rank sends to each rank, and the most slots of its experts."""
+    num_experts = num_local * ep_size
+    share = 1 - math.comb(num_experts - num_local, top_k) / math.comb(num_experts, top_k)
+    limit = min(num_tokens, math.ceil(max_load * share * num_tokens))
+    most = ep_size * limit * min(top_k, num_local)
+    return limit, min(most, math.ceil(max_load * num_tokens * top_k))
 
 
 def _read_splits(sent_WL: torch.Tensor, received_WL: torch.Tensor) -> tuple[list[int], list[int]]:

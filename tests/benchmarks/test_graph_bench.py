@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from benchmarks.graph_bench import __main__ as command_line
 from benchmarks.graph_bench import measure
 from benchmarks.graph_bench.__main__ import main
 from benchmarks.graph_bench.case import VARIANTS, GraphCase, GraphSubject, compare
+from benchmarks.graph_bench.catalogue import CatalogueShape, find_catalogue_shape
 from benchmarks.graph_bench.gpt2_moe import Gate, GPT2MoE, find_shape
 from benchmarks.graph_bench.measure import measure_graph_cases
 from benchmarks.graph_bench.report import draw_graph_bench
@@ -24,7 +26,7 @@ from halley.strategies.traceable import TraceableStrategy
 from halley.tools.layer_case import relative_error
 from halley.tools.timer import Row
 from tests.cli.pool_command import run_command
-from tests.moe.model_case import CPU
+from tests.moe.model_case import CPU, MODELS
 from tests.rank_pool import RunRanks
 
 
@@ -74,7 +76,7 @@ def test_every_variant_gets_a_correct_result_line(run_ranks: RunRanks, tmp_path:
     baseline = min(("none", "sequential"), key=lambda name: rows[name]["median_us"])
     for name, row in rows.items():
         assert (row["error"], row["samples"], row["peak_mib"]) == (None, 1, None)
-        assert row["bit_equal"] == (name not in ("sequential", "chunked"))
+        assert row["bit_equal"] == (name not in ("sequential", "chunked", "divided"))
         assert row["max_rel_err"] < 1e-6
         assert row["baseline"] == baseline
         ratio = rows[baseline]["median_us"] / row["median_us"]
@@ -89,6 +91,63 @@ def test_every_variant_gets_a_correct_result_line(run_ranks: RunRanks, tmp_path:
         assert predicted == pytest.approx(row["predicted_us"], rel=1e-2)
     assert rows["none"]["predicted_us"] > rows["none"]["predicted_exposed_us"] > 0.0
     assert rows["none"]["optimise_s"] is None
+
+
+def _catalogue_case(max_load: float) -> GraphCase:
+    """Return a model whose router has a buffer, the selection bias, which lanes must not write."""
+    config = replace(MODELS["sigmoid"], num_layers=1)
+    shape = CatalogueShape(config=config, experts_per_rank=4, seq_len=16)
+    return GraphCase(
+        shape=shape,
+        batch_size=2,
+        num_microbatches=2,
+        dtype=torch.float32,
+        inner="eager",
+        fixed_sizes=True,
+        max_load=max_load,
+        activation_budget=0.5,
+    )
+
+
+def _measure_catalogue(rank: int, num_ranks: int) -> tuple[list[Row], str]:
+    """Return the result lines, and the error of a load above ``max_load``."""
+    groups = build_groups(0, device_type="cpu")
+    run = {"groups": groups, "device": CPU, "num_samples": 1, "commit": "abc"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "_TRACES", 1)
+        rows = measure_graph_cases([_catalogue_case(2.0)], ["lanes"], **run)
+    error = _raised(lambda: GraphSubject(_catalogue_case(1.0), groups, CPU).fullest_rows())
+    return rows, f"{type(error).__name__}: {error}"
+
+
+def test_model_of_the_catalogue_runs_with_rows_of_fixed_size(run_ranks: RunRanks) -> None:
+    (rows, error), (_, same_error) = run_ranks(_measure_catalogue, 2, timeout_s=120.0)
+    none, lanes = rows
+    for row in rows:
+        assert (row["error"], row["model"], row["gate"]) == (None, "small", "sigmoid")
+        assert (row["num_tokens"], row["num_experts"], row["ep_size"]) == (32, 8, 2)
+        assert row["max_rel_err"] < 1e-5
+    assert none["bit_equal"]
+    assert lanes["bit_equal"]
+    assert (lanes["strategy"], lanes["max_load"]) == ("functional:deduplicated", 2.0)
+    assert (lanes["activation_budget"], lanes["captures"]) == (0.5, False)
+    assert lanes["num_lanes"] in (1, 2)
+    assert none["num_lanes"] is None
+    assert error == same_error
+    assert error.startswith("ValueError: max_load (1.0) must be larger: the logits of ")
+
+
+def test_wrong_options_are_named() -> None:
+    with pytest.raises(ValueError, match=r"microbatches \(2\) must be 1 for variant divided"):
+        command_line._variants("none,divided", num_microbatches=2)
+    assert "divided" in command_line._variants("all", num_microbatches=1)
+    assert "divided" not in command_line._variants("all", num_microbatches=2)
+    assert find_catalogue_shape("tiny", num_layers=2, num_ranks=4).experts_per_rank == 2
+    with pytest.raises(ValueError, match=r"num_experts \(8\)"):
+        find_catalogue_shape("tiny", num_layers=2, num_ranks=3)
+    for name, value in (("max_load", 0.5), ("activation_budget", 1.5)):
+        with pytest.raises(ValueError, match=rf"{name} \({value}\) must be"):
+            replace(_catalogue_case(2.0), **{name: value})
 
 
 def _fail(rank: int, num_ranks: int, failing: tuple[int, ...], alike: bool) -> object:

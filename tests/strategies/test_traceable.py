@@ -70,9 +70,58 @@ def test_deduplicated_rows_have_the_values_of_the_reference(run_ranks, num_ranks
     run_ranks(_check_deduplicated, num_ranks, cases)
 
 
-def test_deduplicated_rows_have_no_fixed_sizes() -> None:
-    with pytest.raises(ValueError, match=r"fixed_sizes \(True\) must be False with deduplicated"):
-        TraceableStrategy(None, fixed_sizes=True, deduplicated=True)
+BOUNDED = [
+    LayerCase(num_tokens_W=(9, 9), num_experts=16, top_k=4, dtype=torch.bfloat16),
+    LayerCase(num_tokens_W=(9, 9), top_k=1, seed=1),
+    LayerCase(num_tokens_W=(9, 9), activation="gelu", skew="empty-expert"),
+    LayerCase(num_tokens_W=(9, 9), dropped=0.4, seed=3),
+]
+
+
+def _check_bounded(rank: int, num_ranks: int) -> None:
+    torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
+    for case in BOUNDED:
+        strategy = TraceableStrategy(dist.group.WORLD, deduplicated=True, max_load=2.0)
+        check_values(train(strategy.forward, case, rank), case, rank)
+    torch.use_deterministic_algorithms(False)
+
+
+def test_bounded_rows_have_the_values_of_the_reference(run_ranks) -> None:
+    run_ranks(_check_bounded, 2)
+
+
+def _run_overfull(rank: int, num_ranks: int, top_k: int) -> tuple[bool, bool]:
+    """Send all tokens of all ranks to rank 0; return whether any output, and whether all are NaN.
+
+    With top-1, 8 rows to rank 0 exceed the 5 of a message. With top-2, 8 rows are within a
+    message, but the 32 slots of rank 0 exceed its 20.
+    """
+    x_TD, routing, experts = make_inputs(
+        LayerCase(num_tokens_W=(8, 8), num_experts=4, top_k=top_k), rank
+    )
+    idx_TK = torch.arange(top_k).expand(8, top_k).contiguous()
+    strategy = TraceableStrategy(dist.group.WORLD, deduplicated=True, max_load=1.2)
+    y_TD = strategy.forward(x_TD, replace(routing, topk_idx_TK=idx_TK), experts)
+    return bool(y_TD.isnan().any()), bool(y_TD.isnan().all())
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_more_rows_than_max_load_allows_make_outputs_nan(run_ranks, top_k: int) -> None:
+    assert run_ranks(_run_overfull, 2, top_k) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fixed_sizes": True}, r"fixed_sizes \(True\) must be False with deduplicated"),
+        ({"max_load": 0.5}, r"max_load \(0.5\) must be 0, or finite and at least 1"),
+        ({"max_load": 1.5, "tp_size": 2}, r"tp_size \(2\) must be 1 with max_load"),
+    ],
+)
+def test_sizes_that_exclude_each_other_are_refused(options: dict[str, Any], message: str) -> None:
+    two_ranks = mock.patch("halley.strategies.traceable.rank_and_size", return_value=(0, 2))
+    with two_ranks, pytest.raises(ValueError, match=message):
+        TraceableStrategy(None, deduplicated=True, **options)
 
 
 def _fixed_equals_exact(rank: int, num_ranks: int, router: RouterConfig, top_k: int) -> list[bool]:
