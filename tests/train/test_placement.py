@@ -32,7 +32,7 @@ from tests.train.run_case import (
 # Placements of the two MoE layers of the small model, on two ranks and on four.
 ON_TWO = [((0, 1, 3, 5, 6), (0, 2, 3, 4, 7)), ((1, 3, 5, 7), (0, 2, 4, 6))]
 ON_FOUR = [((0, 1, 2), (0, 1, 3), (0, 1, 4), (5, 6, 7)), ((0, 7), (1, 6), (2, 5), (3, 4))]
-NUM_STEPS = 8
+NUM_STEPS = 6
 
 
 def _place(config: RunConfig, layers: list, *, name: str = "placement.json") -> RunConfig:
@@ -113,12 +113,12 @@ def test_replicas_stay_equal_where_three_copies_are_summed(
 def test_a_run_goes_on_under_another_placement(run_ranks: RunRanks, tmp_path: Path) -> None:
     """A run resumes with the same placement, another on fewer ranks, none, and a first one."""
     text = write_text(tmp_path)
-    config = make_config(text, model=SIGMOID, optimizer=ADAMW, num_steps=8, every_steps=4)
+    config = make_config(text, model=SIGMOID, optimizer=ADAMW, num_steps=6, every_steps=3)
     plain = dataclasses.replace(config, output=str(tmp_path / "plain"))
     placed = _place(config, ON_FOUR)
     for each in (plain, placed):
-        assert run_ranks(train_on_ranks, 4, each) == [list(range(1, 9))] * 4
-        shutil.rmtree(Path(each.output, "checkpoints", "step-00000008"))
+        assert run_ranks(train_on_ranks, 4, each) == [list(range(1, 7))] * 4
+        shutil.rmtree(Path(each.output, "checkpoints", "step-00000006"))
     losses = losses_of(plain)
     assert losses_of(placed) == pytest.approx(losses, rel=1e-6)
 

@@ -28,7 +28,7 @@ from tests.train.run_case import (
 )
 
 
-NUM_STEPS = 12
+NUM_STEPS = 8
 Tensors = dict[str, torch.Tensor]
 
 
