@@ -17,7 +17,13 @@ from torch._C._distributed_c10d import (
     _resolve_process_group,  # pyright: ignore[reportPrivateUsage]
 )
 
-from halley.compiler.graph_collectives import Signature, graph_groups, signature
+from halley.compiler.graph_collectives import (
+    Signature,
+    first_difference,
+    graph_groups,
+    operator_name,
+    signature,
+)
 
 
 # To compare graphs, rank 0 waits ``timeout_s`` for the other ranks. The other ranks wait this many
@@ -45,29 +51,37 @@ class Consensus:
         # has the same number on all ranks. ``compare`` checks that graphs of equal number match.
         self._number = self.store.add(f"halley/graphs/{self.rank}", 1)
 
-    def compare(self, signature: Signature) -> tuple[int, ...]:
+    def compare(self, signature: Signature) -> tuple[list[int], range]:
         """Compare the ranks' graphs; return the ranks whose graph ``structure`` is not rank 0's.
 
-        All ranks get the same result, or raise a ``RuntimeError`` if the collectives of a rank
-        differ or a rank is missing.
+        The range has the first node that differs between rank 0 and the first of these ranks. All
+        ranks get the same result, or raise a ``RuntimeError`` if the collectives of a rank differ
+        or a rank is missing.
         """
         text = json.dumps([signature.collectives, signature.structure])
         self.store.set(self._key(f"graph/{self.rank}"), text)
-        error, others = self.share("verdict", self._judge)
+        error, others, first, end = self.share("verdict", self._judge)
         if error:
             raise RuntimeError(f"graph {self._number}: {error}")
-        return tuple(others)
+        return others, range(first, end)
 
-    def _judge(self) -> tuple[str, list[int]]:
+    def _judge(self) -> tuple[str, list[int], int, int]:
         keys = [self._key(f"graph/{rank}") for rank in range(self.num_ranks)]
         if missing := self._find_missing(keys, self.timeout_s):
             return (
-                f"ranks {missing} compiled no graph with collectives in {self.timeout_s:g} s: "
-                "all ranks must compile the same graphs, recompilations included"
-            ), []
+                (
+                    f"ranks {missing} compiled no graph with collectives in {self.timeout_s:g} s: "
+                    "all ranks must compile the same graphs, recompilations included"
+                ),
+                [],
+                0,
+                0,
+            )
         graphs = [json.loads(self.store.get(key)) for key in keys]
-        others = [rank for rank, graph in enumerate(graphs) if graph[1] != graphs[0][1]]
-        return _difference([graph[0] for graph in graphs]), others
+        structures = [graph[1] for graph in graphs]
+        others = [rank for rank, each in enumerate(structures) if each != structures[0]]
+        at = first_difference(structures[0], structures[others[0]]) if others else range(0)
+        return _difference([graph[0] for graph in graphs]), others, at.start, at.stop
 
     def share(self, what: str, make: Callable[[], _T]) -> _T:
         """Call ``make`` on rank 0 of the group, and return its result, sent as JSON, on all ranks.
@@ -133,19 +147,28 @@ def open_consensus(group_name: str, *, timeout_s: float) -> Consensus:
     )
 
 
-def compare_graphs(*graphs: fx.Graph, timeout_s: float) -> tuple[list[Consensus], tuple[int, ...]]:
-    """Compare graphs; return each group's ``Consensus``, and the ranks whose computation differs.
+def compare_graphs(*graphs: fx.Graph, timeout_s: float) -> tuple[list[Consensus], str]:
+    """Compare graphs; return each group's ``Consensus``, and what differs in computation or "".
 
-    The largest group comes first. A differing rank, by its number in a group, has other computation
-    than rank 0 of that group, so no plan fits all ranks. Raises a ``RuntimeError`` on all ranks if
-    the ranks' collectives differ or a rank is missing.
+    The largest group comes first. If ranks have the same collectives but other computation, no plan
+    fits all ranks. Then the text names ranks, by their numbers in a group, and this rank's nodes
+    where the difference begins. Raises a ``RuntimeError`` on all ranks if the ranks' collectives
+    differ or a rank is missing.
     """
     groups = [open_consensus(name, timeout_s=timeout_s) for name in graph_groups(*graphs)]
     groups.sort(key=lambda consensus: -consensus.num_ranks)
     own = signature(*graphs)
     # Compare in every group, even if structures differ in one: ranks of the others would wait.
-    differing = [consensus.compare(own) for consensus in groups]
-    return groups, tuple(sorted({rank for ranks in differing for rank in ranks}))
+    verdicts = [consensus.compare(own) for consensus in groups]
+    others, at = next((verdict for verdict in verdicts if verdict[0]), ([], range(0)))
+    if not others:
+        return groups, ""
+    nodes = [node for graph in graphs for node in graph.nodes][at.start : at.stop]
+    names = ", ".join(operator_name(node) or node.op for node in nodes)
+    return groups, (
+        f"the computation of ranks {others} differs from that of rank 0; the first difference is "
+        f"among nodes {at.start} to {at.stop - 1}, on this rank: {names}"
+    )
 
 
 def share_in_groups(groups: Sequence[Consensus], what: str, make: Callable[[], _T]) -> _T:

@@ -39,6 +39,10 @@ _COMMUNICATING = (
 )  # fmt: skip
 
 
+# In ``Signature.structure``: nodes of a block, and digits of the hash of the nodes before a block.
+_BLOCK, _DIGITS = 8, 4
+
+
 def find_operator(node: fx.Node) -> "OpOverload[..., Any] | None":
     """Return the ``OpOverload`` that a graph node calls; None if it calls none."""
     target: object = node.target
@@ -113,8 +117,8 @@ class Signature:
     """Description of a rank's graph, which ranks compare before they run their graphs together.
 
     ``collectives`` has one line for each collective: ranks with different lines would deadlock.
-    ``structure`` is a hash of all operators and of the edges between them, without sizes. A plan is
-    a list of node indices, so it is valid only for graphs of one structure.
+    ``structure`` has hashes of all operators and of the edges between them, without sizes. A plan
+    is a list of node indices, so it is valid only for graphs of one structure.
     """
 
     collectives: tuple[str, ...]
@@ -131,8 +135,10 @@ def signature(*graphs: fx.Graph) -> Signature:
     nodes = [node for graph in graphs for node in graph.nodes]
     position = {node: index for index, node in enumerate(nodes)}
     lines: list[str] = []
-    digest = hashlib.sha256()
-    for node in nodes:
+    digest, blocks = hashlib.sha256(), list[str]()
+    for index, node in enumerate(nodes):
+        if index % _BLOCK == 0:
+            blocks.append(digest.hexdigest()[:_DIGITS])
         inputs = ",".join(str(position[source]) for source in node.all_input_nodes)
         digest.update(f"{node.op} {_target(node)} {inputs}\n".encode())
         if kind := collective_kind(node):
@@ -140,7 +146,18 @@ def signature(*graphs: fx.Graph) -> Signature:
             first = 0 if kind == "reduce" else 1
             sources = " ".join(_operand(each, first=first) for each in node.all_input_nodes)
             lines.append(f"{_target(node)} {sources} group {group}")
-    return Signature(collectives=tuple(lines), structure=digest.hexdigest())
+    structure = "".join(blocks) + digest.hexdigest()
+    return Signature(collectives=tuple(lines), structure=structure)
+
+
+def first_difference(structure: str, other: str) -> range:
+    """Return indices of nodes, over all graphs of a signature: the first node that differs is one.
+
+    A hash of the nodes before it begins each block of ``structure``.
+    """
+    pairs = zip(structure, other, strict=False)
+    same = next((at for at, (a, b) in enumerate(pairs) if a != b), len(structure)) // _DIGITS
+    return range(max(0, same - 1) * _BLOCK, same * _BLOCK)
 
 
 def _target(node: fx.Node) -> str:

@@ -162,11 +162,11 @@ def _open_consensus(
         return None
     if not options.agree:
         return []
-    groups, differing = compare_graphs(graph, timeout_s=options.timeout_s)
-    if differing:
+    groups, difference = compare_graphs(graph, timeout_s=options.timeout_s)
+    if difference:
         warnings.warn(
-            "halley does not change a graph: the ranks have the same collectives in it, but "
-            "different computation, so no plan fits all ranks",
+            "halley does not change a graph: the ranks have the same collectives in it, but no "
+            f"plan fits all ranks: {difference}",
             stacklevel=3,
         )
         return None

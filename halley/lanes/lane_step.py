@@ -174,9 +174,9 @@ class LaneStep:
     def _compare(self, graphs: StepGraphs) -> tuple[list[Consensus], str]:
         """Compare the ranks' graphs; return their groups, and the reason of a fallback or ""."""
         forward, backward = (each.graph for each in graphs.modules)
-        groups, differing = compare_graphs(forward, backward, timeout_s=self._options.timeout_s)
+        groups, difference = compare_graphs(forward, backward, timeout_s=self._options.timeout_s)
         nodes = [*forward.nodes, *backward.nodes]
-        fallback = _find_fallback(nodes, differing, is_divided=self._undivided is not None)
+        fallback = _find_fallback(nodes, difference, is_divided=self._undivided is not None)
         if fallback and self._options.num_microbatches > 1:
             result = "the batch is not divided" if self._undivided else _ONE_AFTER_ANOTHER
             warnings.warn(f"{result}: {fallback}", stacklevel=3)
@@ -291,13 +291,13 @@ class _Program:
         return build(LanePlan, made)
 
 
-def _find_fallback(nodes: Sequence[fx.Node], differing: Sequence[int], *, is_divided: bool) -> str:
+def _find_fallback(nodes: Sequence[fx.Node], difference: str, *, is_divided: bool) -> str:
     if unknown := unknown_collectives(nodes):
         return f"halley does not know how these operators communicate: {', '.join(unknown)}"
     if random := {operator_name(node) for node in nodes if is_random(node)}:
         return f"lanes would change the order of random numbers of {', '.join(sorted(random))}"
-    if differing:
-        return f"the computation of ranks {list(differing)} differs from that of rank 0"
+    if difference:
+        return difference
     if not any(operator_name(node) == ALL_TO_ALL for node in nodes):
         return "the graph has no all-to-all"
     if is_divided and (ranked := {operator_name(node) for node in nodes} & _RANKS_BATCH):

@@ -6,11 +6,17 @@ import types
 from functools import partial
 from itertools import pairwise
 
+import pytest
 import torch
 from torch import fx
 
 from halley.compiler.graph_analysis import NodeKind, is_gemm
-from halley.compiler.graph_collectives import graph_groups, remove_repeated_waits, signature
+from halley.compiler.graph_collectives import (
+    first_difference,
+    graph_groups,
+    remove_repeated_waits,
+    signature,
+)
 from halley.compiler.wgrad.movable_nodes import find_movable
 from tests.compiler.graph_case import GraphBuilder, aten, c10d, find
 
@@ -106,3 +112,23 @@ def test_signature_ignores_group_names_and_numbers_of_rows() -> None:
     assert signature(build(4, 8, "0")) == signature(build(6, 8, "7"))
     assert signature(build(4, 8, "0")) != signature(build(4, 9, "0"))
     assert graph_groups(build(4, 8, "7")) == ["7"]
+
+
+@pytest.mark.parametrize(
+    ("index", "others"), [(0, 40), (7, 40), (8, 40), (21, 40), (21, 23), (39, 40)]
+)
+def test_first_difference_is_among_eight_nodes(index: int, others: int) -> None:
+    """Compare 40 nodes in a row with ``others`` nodes in a row, of which one differs."""
+
+    def build(length: int, changed: int) -> str:
+        b = GraphBuilder()
+        x = b.input("x", 4)
+        for at in range(1, length):
+            x = b.call(aten.neg.default if at == changed else aten.abs.default, x)
+        b.done(x)
+        return signature(b.graph).structure
+
+    wanted = max(index, 1)  # node 0 is the input
+    at = first_difference(build(40, -1), build(others, wanted))
+    assert wanted in at
+    assert len(at) == 8
