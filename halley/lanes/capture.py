@@ -2,21 +2,33 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any, Literal, final
 
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import CheckpointPolicy
 
-from halley.compiler.graph_collectives import remove_repeated_waits
+from halley.compiler.graph_collectives import find_operator, remove_repeated_waits
 from halley.ops.lane_sums import trace_lane
 
 
 Inner = Literal["eager", "inductor"]
 TANGENT = "tangents"  # prefix of the name that aot_autograd gives to the gradient of the loss
+# Modules of torch whose forward Dynamo cannot trace: the path of their code, and what to use.
+_UNTRACEABLE = {
+    "torch/nn/parallel/distributed.py": (
+        "lanes cannot run DistributedDataParallel: use fully_shard with a mesh of shape "
+        "(number of ranks, 1), which all-reduces the gradients of whole parameters"
+    ),
+    "torch/distributed/fsdp/": (
+        "lanes run modules of fully_shard only if loss_function is a module that contains them"
+    ),
+}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -57,6 +69,10 @@ class Capture:
         self._inner: Inner = inner
         self._num_lanes = num_lanes
         self._arguments: list[Arguments] = []
+        if getattr(loss_function, "_forward_hooks", None):
+            # torch.compile leaves the hooks of the module itself out of the graph.
+            module: Any = loss_function
+            loss_function = lambda *microbatch: module(*microbatch)  # noqa: E731
         self._call: Callable[..., Any] = torch.compile(
             loss_function, backend=self._compile, fullgraph=True, dynamic=False
         )
@@ -66,8 +82,8 @@ class Capture:
 
         Raises:
             torch._dynamo.exc.Unsupported: the function has a graph break.
-            ValueError: the function returns no scalar loss, writes to its inputs or buffers, or has
-                parameters that are tensor subclasses.
+            ValueError: the function returns no scalar loss, writes to its inputs or buffers, has
+                parameters that are tensor subclasses, or calls DistributedDataParallel.
         """
         # The splits of all-to-alls are numbers that the graph reads from tensors. Without
         # ``capture_scalar_outputs``, Dynamo breaks the graph at each read.
@@ -80,6 +96,11 @@ class Capture:
                 self._call(*microbatch)
         except BackendCompilerFailed as error:
             raise error.inner_exception from None
+        except Unsupported as error:
+            for path, message in _UNTRACEABLE.items():
+                if path in str(error):
+                    raise ValueError(message) from error
+            raise
         if not self._arguments:
             raise ValueError("the loss function must compute its result from tensors")
         return self._arguments.pop()
@@ -103,6 +124,7 @@ def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: Inner) -
     def split(joint: fx.GraphModule, *args: Any, num_fwd_outputs: int, **kwargs: Any) -> Any:
         # Remove repeated waits, so that a saved value has the same name in forward and backward.
         remove_repeated_waits(joint.graph)
+        _save_random_results(joint.graph)
         forward, backward = min_cut_rematerialization_partition(
             joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs
         )
@@ -129,6 +151,19 @@ def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: Inner) -
     if not found:
         raise ValueError("the loss must depend on a parameter that requires a gradient")
     return found[0]
+
+
+def _save_random_results(joint: fx.Graph) -> None:
+    """Save results of attention and of random operators in layers with ``torch.utils.checkpoint``.
+
+    To recompute them, backward would restore the state of the random numbers, which lanes cannot.
+    """
+    for node in joint.nodes:
+        operator = find_operator(node)
+        if operator is not None and torch.Tag.nondeterministic_seeded in operator.tags:
+            for each in (node, *(user for user in node.users if user.target is getitem)):
+                if "recompute" in each.meta:
+                    each.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _run_nothing(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -170,10 +205,5 @@ def _check_halves(forward: fx.Graph, backward: fx.Graph, num_inputs: int, num_ou
     saved = {node.name for node in results[1:]}  # type: ignore[index]
     read = {node.name for node in backward.find_nodes(op="placeholder")}
     unknown = sorted(name for name in read - saved if not name.startswith(TANGENT))
-    if any("rng_state" in name for name in unknown):
-        raise ValueError(
-            "lanes cannot replay random numbers in recomputed layers: instead of "
-            "torch.utils.checkpoint, set torch._functorch.config.activation_memory_budget below 1"
-        )
     if unknown:
         raise RuntimeError(f"backward reads {unknown}, which forward does not save")

@@ -29,6 +29,7 @@ from halley.lanes.executor import Executor, Order, one_after_another
 from halley.lanes.lane_memory import StorageRecorder
 from halley.lanes.lane_schedule import LanePlan, measured_durations, plan_lanes
 from halley.lanes.segment_compiler import SegmentCompiler
+from halley.ops.sharded_parameters import ShardedParameters
 
 
 _NUM_WARM_UP_STEPS = 1  # not measured, because the first step allocates memory
@@ -66,6 +67,8 @@ def compile_step(
     Args:
         loss_function: a module or a function of tensors that returns a scalar loss. It must be one
             graph, so MoE layers must use a strategy that can be traced, such as "functional".
+            Modules of FSDP2 (``fully_shard``) must be part of a module: their gradients are
+            reduced once in each call of the step.
         num_microbatches: parts of a batch, along the first dimension of its tensors.
         max_lanes: most microbatches that run side by side. Each holds its saved activations.
         max_bytes: most bytes of the values between items, predicted for rank 0
@@ -109,6 +112,7 @@ class LaneStep:
         num_lanes = options.num_microbatches if options.divides_batch else 1
         self._capture = Capture(loss_function, inner=inner, num_lanes=num_lanes)
         self._compiler = SegmentCompiler(inner)
+        self._sharded = ShardedParameters(loss_function)
         self._options = options
         self._compared: dict[StepGraphs, tuple[list[Consensus], str]] = {}
         self._programs: dict[StepGraphs, _Program] = {}
@@ -149,7 +153,14 @@ class LaneStep:
             ValueError: the batch cannot be divided, ``Capture.collect`` rejects the function, or
                 each order of the items needs more than ``max_bytes``.
         """
-        calls = [self._capture.collect(*each) for each in self._divide(batch)]
+        microbatches = self._divide(batch)
+        with self._sharded.unsharded(len(microbatches)):
+            return self._run(batch, microbatches)
+
+    def _run(
+        self, batch: Sequence[torch.Tensor], microbatches: Sequence[tuple[torch.Tensor, ...]]
+    ) -> torch.Tensor:
+        calls = [self._capture.collect(*each) for each in microbatches]
         graphs = calls[0].graphs
         if any(call.graphs is not graphs for call in calls):
             raise ValueError("the loss function must have the same graph for all microbatches")
@@ -165,6 +176,7 @@ class LaneStep:
                 self._compiler,
                 groups=groups,
                 is_planned=not self._fallback,
+                captures=not self._sharded,
                 options=self._options,
             )
         self._last = self._programs[graphs]
@@ -179,7 +191,7 @@ class LaneStep:
         fallback = _find_fallback(nodes, difference, is_divided=self._undivided is not None)
         if fallback and self._options.num_microbatches > 1:
             result = "the batch is not divided" if self._undivided else _ONE_AFTER_ANOTHER
-            warnings.warn(f"{result}: {fallback}", stacklevel=3)
+            warnings.warn(f"{result}: {fallback}", stacklevel=4)
         return groups, fallback
 
     def _divide(self, batch: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
@@ -206,6 +218,7 @@ class _Program:
         *,
         groups: Sequence[Consensus],
         is_planned: bool,
+        captures: bool,
         options: _Options,
     ) -> None:
         self.plan: LanePlan | None = None  # None until steps are measured, or if not ``is_planned``
@@ -230,7 +243,7 @@ class _Program:
         }
         device = device_of(forward)
         self._clock, self._off = Recorder(device), Recorder(device, enabled=False)
-        self._is_cuda = device.type == "cuda"
+        self._captures = captures and device.type == "cuda"
         self._num_steps = 0
         self._measured: list[list[Span]] = []  # spans of each measured step
         self._executor = self._build(
@@ -278,7 +291,7 @@ class _Program:
                     max_lanes=self._options.max_lanes,
                     storages=self._recorded.storages,
                     max_bytes=self._options.max_bytes,
-                    captures=self._is_cuda,
+                    captures=self._captures,
                 )
             except ValueError as error:  # all ranks raise it
                 return str(error)

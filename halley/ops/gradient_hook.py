@@ -24,8 +24,10 @@ def find_gradient_hook(parameter: object) -> Callable[[torch.Tensor], None] | No
     return getattr(parameter, _HOOK, None)
 
 
-def set_gradient_hook(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
-    """Set a parameter's gradient-ready hook; call this before the parameter's graph is compiled."""
+def set_gradient_hook(
+    parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None] | None
+) -> None:
+    """Set or remove a parameter's gradient-ready hook, before the parameter's graph is compiled."""
     setattr(parameter, _HOOK, hook)
 
 

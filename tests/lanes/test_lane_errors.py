@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from halley.compiler.consensus import open_consensus
 from halley.lanes import compile_step
@@ -62,16 +61,10 @@ def _with_buffer(model: SmallModel, x_TD: torch.Tensor) -> torch.Tensor:
     return model(x_TD)
 
 
-def _with_checkpoint(model: SmallModel, x_TD: torch.Tensor) -> torch.Tensor:
-    layer = lambda x_TD: F.dropout(model.first(x_TD).sin(), 0.5).sin()  # noqa: E731
-    return model(checkpoint(layer, x_TD, use_reentrant=False))  # type: ignore[arg-type]
-
-
 LOSSES: dict[str, Loss] = {
     "plain": lambda model, x: model(x),
     "all-reduce": lambda model, x: model(x / fc.all_reduce(x.detach().abs(), "sum", _world())),
     "buffer": _with_buffer,
-    "checkpoint": _with_checkpoint,
     "constant": lambda model, x: model(x * torch.tensor([1.0, 2.0] * (SIZE // 2))),
     "dropout": lambda model, x: model(F.dropout(x, 0.5)),
     "graph break": _with_graph_break,
@@ -168,7 +161,6 @@ def test_constants_run_compiled(run_ranks) -> None:
         ("two results", "ValueError: the graph has 2 outputs, but must have one"),
         ("buffer", "ValueError: the graph has 2 outputs, .* must not write to its .* buffers"),
         ("no gradient", "ValueError: the loss must depend on a parameter"),
-        ("checkpoint", "ValueError: lanes cannot replay random numbers in recomputed layers"),
     ],
 )
 def test_error_names_its_reason_on_all_ranks(run_ranks, loss: str, message: str) -> None:
