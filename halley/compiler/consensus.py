@@ -160,9 +160,10 @@ def compare_graphs(*graphs: fx.Graph, timeout_s: float) -> tuple[list[Consensus]
     own = signature(*graphs)
     # Compare in every group, even if structures differ in one: ranks of the others would wait.
     verdicts = [consensus.compare(own) for consensus in groups]
-    others, at = next((verdict for verdict in verdicts if verdict[0]), ([], range(0)))
-    if not others:
+    different = [verdict for verdict in verdicts if verdict[0]]
+    if not different:
         return groups, ""
+    others, at = different[0]
     nodes = [node for graph in graphs for node in graph.nodes][at.start : at.stop]
     names = ", ".join(operator_name(node) or node.op for node in nodes)
     return groups, (
