@@ -104,7 +104,8 @@ class Variant:
         )
         self.model.init_weights(seed=0)
         self._groups, self._experts = groups, grouped_experts(self.model)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        learning_rate = 1e-3 if device == "cpu" else 1e-4  # the model on GPUs is wider
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, fused=True)
         self._backward = self._build(name)
 
     def step(self, batches: Batches) -> torch.Tensor:
@@ -323,17 +324,19 @@ def main() -> None:
     if not is_launched():
         command = [sys.executable, "-m", "benchmarks.demo", *sys.argv[1:]]
         sys.exit(launch(command, num_processes=num_gpus or 2))
-    device, link, backend, model = "cuda", None, "nccl", GPU_MODEL
+    device, link, model, seq_len = "cuda", None, GPU_MODEL, 1024
     if num_gpus:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(gpu)
+        dist.init_process_group("nccl", device_id=gpu)
     else:
         torch.set_num_threads(1)
         link = emulate_link()
-        device, backend, model = "cpu", link.backend, CPU_MODEL
-    dist.init_process_group(backend)
+        device, model, seq_len = "cpu", CPU_MODEL, 128
+        dist.init_process_group(link.backend)
     groups = build_groups(0, device_type=device)
     train_config = TrainConfig(batch_size=4, num_microbatches=NUM_MICROBATCHES)
-    config = RunConfig(model=model, train=train_config, data=DataConfig(seq_len=128))
+    config = RunConfig(model=model, train=train_config, data=DataConfig(seq_len=seq_len))
     corpus = open_corpus(config)
     loader = BatchLoader(corpus, train_config, rank=groups.rank, num_ranks=groups.num_ranks)
     variants = {
