@@ -68,6 +68,15 @@ class Variant:
     held_bytes: int = 0
 
 
+def unused_pool_bytes(device: torch.device) -> int:
+    """Return the bytes that CUDA graphs hold in their memory pools and no tensor owns."""
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == device.index and segment["segment_pool_id"] != (0, 0)
+    )
+
+
 @final
 class Workshop:
     """Prepare the variants of one case one after another; their steps alternate later.
@@ -118,7 +127,8 @@ class Workshop:
         if self.device.type != "cuda":
             return 0
         values = (self._wanted or {}).values()
-        return torch.cuda.memory_allocated(self.device) - sum(each.nbytes for each in values)
+        allocated = torch.cuda.memory_allocated(self.device) + unused_pool_bytes(self.device)
+        return allocated - sum(each.nbytes for each in values)
 
     def forget_values(self) -> None:
         """Free the gradients of the first variant, which would count as memory of a step."""

@@ -63,7 +63,7 @@ def measure_groups(
                 curve = _measure_all_to_all(graph, consensus, sizes=sizes, device=device)
                 table.add_curve(key, curve)
         if largest.share("contention", lambda: table.contention is None):
-            table.add_contention(_measure_contention(largest, device))
+            table.add_contention(measure_group_contention(largest, device))
 
     # Measure in another thread. In one of four runs that measured in the calling thread, which is
     # tracing, a collective of gloo hung.
@@ -89,7 +89,11 @@ def curve_keys(consensus_groups: Sequence[Consensus]) -> dict[str, str]:
     return keys
 
 
-def _measure_contention(consensus: Consensus, device: torch.device) -> Contention:
+def measure_group_contention(consensus: Consensus, device: torch.device) -> Contention:
+    """Measure how GEMMs and all-to-alls of a group slow each other down; call on all its ranks.
+
+    On a GPU, the result has the numbers of SMs that GEMMs should leave free for all-to-alls.
+    """
     on_gpu = device.type == "cuda"
     shape = (_GPU_SIDE, _GPU_INNER, _GPU_BYTES) if on_gpu else (_CPU_SIDE, _CPU_INNER, _CPU_BYTES)
     side, inner, num_bytes = shape

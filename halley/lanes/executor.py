@@ -9,13 +9,17 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from halley.compiler.graph_collectives import operator_name
 from halley.core.timeline import Recorder
 from halley.lanes.cut import Item, Lanes
 from halley.lanes.segment_compiler import Call
 from halley.ops.gradient_hook import find_gradient_hook
+from halley.ops.sm_carveout import sm_carveout
 
 
 Order = Sequence[tuple[int, int]]  # pairs of a microbatch and the index of an item
+
+_GROUPED_GEMMS = {"aten::_grouped_mm", "halley::expert_gemm", "halley::expert_weight_gemm"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,7 @@ class Executor:
     Args:
         loss: name of the loss among the items' outputs.
         captures: whether the first step captures items of static shapes as CUDA graphs.
+        sm_margins: number of SMs that dense and grouped GEMMs leave free for communication.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class Executor:
         *,
         loss: str,
         captures: bool = False,
+        sm_margins: tuple[int, int] = (0, 0),
     ) -> None:
         check_order(items, order)
         self._loss = loss
@@ -68,13 +74,16 @@ class Executor:
             reads = tuple((lane, name) for lane in lanes for name in item.inputs)
             last_reads = tuple(each not in read_later for each in reads)
             read_later.update(reads)
+            call = calls[index] if item.lanes == "own" else partial(_sum, item.lanes)
+            if num_sms := sm_margins[_has_grouped_gemm(item)]:
+                call = partial(_leave_sms, num_sms, call)
             actions.append(
                 _Action(
                     name=f"{microbatch}.{index}.{item.kind}",
                     stream={"wait": "exposed", "host": "host"}.get(item.kind, "compute"),
                     microbatch=microbatch,
                     item=item,
-                    call=calls[index] if item.lanes == "own" else partial(_sum, item.lanes),
+                    call=call,
                     reads=reads,
                     last_reads=last_reads,
                     is_read=is_read,
@@ -147,6 +156,17 @@ def can_capture(item: Item) -> bool:
     targets = [node.target for node in item.code.nodes] if item.code else []
     unsafe = torch.Tag.cudagraph_unsafe
     return item.is_static and not any(unsafe in getattr(each, "tags", ()) for each in targets)
+
+
+def _has_grouped_gemm(item: Item) -> bool:
+    nodes = item.code.nodes if item.code else ()
+    return any(operator_name(node) in _GROUPED_GEMMS for node in nodes)
+
+
+def _leave_sms(num_sms: int, call: Call, values: list[Any]) -> Sequence[Any]:
+    """Call an item's function; its GEMMs leave ``num_sms`` SMs free."""
+    with sm_carveout(num_sms):
+        return call(values)
 
 
 def one_after_another(items: Sequence[Item], *, num_microbatches: int) -> list[tuple[int, int]]:
@@ -248,37 +268,63 @@ class _SegmentGraphs:
     """Captures items as CUDA graphs, which share a memory pool and replay in the order of capture.
 
     A CUDA graph has the addresses of its tensors. So each microbatch and item has a graph of its
-    own, whose outputs keep their memory and which copies inputs whose addresses may change.
+    own, which copies inputs whose addresses may change. A graph may use the memory of values whose
+    last reader comes earlier in the order: the order is the same in each step. So a replay returns
+    tensors that do not own their memory.
     """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
         gc.collect()  # frees CUDA objects now: freeing them during a capture would break it
+        torch.cuda.empty_cache()  # the pool needs the memory that earlier steps have freed
 
     def capture(self, call: Call, values: Sequence[Any], fixed: Sequence[bool]) -> Call:
         """Capture ``call`` as a CUDA graph without running it; return a function that replays it.
 
-        ``values`` are tensors of the shapes to capture, ``fixed`` tells which keep their addresses.
+        The first replay must come before the next capture. Its results own their memory, and the
+        caller must keep them until their last reader has run: then later captures may use it.
+
+        Args:
+            values: tensors of the shapes to capture.
+            fixed: for each value, whether it keeps its address.
         """
-        inputs = [
-            value if is_fixed else value.new_empty_strided(value.shape, value.stride())
-            for value, is_fixed in zip(values, fixed, strict=True)
-        ]
-        copied = [at for at, value in enumerate(values) if inputs[at] is not value]
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                outputs = call([*inputs])
+                inputs = [
+                    value if is_fixed else value.new_empty_strided(value.shape, value.stride())
+                    for value, is_fixed in zip(values, fixed, strict=True)
+                ]
+                owned = [call([*inputs])]
             finally:
                 graph.capture_end()
+        copied = [
+            (at, _share_memory(inputs[at])) for at, is_fixed in enumerate(fixed) if not is_fixed
+        ]
+        outputs = [_share_memory(each) for each in owned[0]]
 
         def replay(values: list[Any]) -> Sequence[Any]:
-            for at in copied:
-                inputs[at].copy_(values[at])
+            for at, copy in copied:
+                copy.copy_(values[at])
             graph.replay()
-            return outputs
+            return owned.pop() if owned else outputs
 
         return replay
+
+
+def _share_memory(value: Any) -> Any:
+    """Return a tensor with the memory of another one, which it does not own; or a number as it is.
+
+    The memory must be that of a CUDA graph's pool, which stays mapped as long as the graph exists.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    storage = value.untyped_storage()
+    memory = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), value.device, storage.nbytes()
+    )
+    shared = torch.empty(0, dtype=value.dtype, device=value.device)
+    return shared.set_(memory, value.storage_offset(), value.shape, value.stride())

@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 
 from halley.lanes.cut import Item
-from halley.lanes.executor import Order, can_capture
+from halley.lanes.executor import Order
 from halley.lanes.segment_compiler import Call
 
 
@@ -79,17 +79,12 @@ def _describe(item: Item, values: Sequence[Any]) -> tuple[ResultStorage, ...]:
     return tuple(found[len(item.inputs) :])
 
 
-def predict_peak(
-    items: Sequence[Item], storages: Storages, order: Order, *, captures: bool = False
-) -> int:
+def predict_peak(items: Sequence[Item], storages: Storages, order: Order) -> int:
     """Return the largest number of bytes of values that are alive after an item of ``order``.
 
     A value is alive until its last reader has run. A unit that runs later keeps its operands alive.
     A gradient is alive until the same gradient of all earlier microbatches is there. Inputs of the
     step (parameters and the batch), ``.grad``, and memory inside of items are not counted.
-
-    With ``captures``, items of static sizes are CUDA graphs, whose results and copies of inputs
-    keep their memory for the whole step.
     """
     ends = _find_ends(items, order)
     ending: dict[int, list[tuple[int, str]]] = defaultdict(list)
@@ -98,19 +93,14 @@ def predict_peak(
     owners: dict[tuple[int, str], tuple[int, str]] = {}
     num_bytes: dict[tuple[int, str], int] = {}  # by owner; those of inputs of the step are missing
     num_alive: Counter[tuple[int, str]] = Counter()  # by owner: values of its storage
-    kept = alive = peak = 0
+    alive = peak = 0
     for at, (microbatch, index) in enumerate(order):
         item = items[index]
-        is_captured = captures and can_capture(item)
-        if is_captured:
-            inputs = [(microbatch, name) for name in item.inputs]
-            kept += sum(num_bytes.get(owners.get(each, each), 0) for each in inputs)
         for name, result in zip(item.outputs, storages.get((microbatch, index), ()), strict=False):
             value, owner = (microbatch, name), (microbatch, result.owner)
             owners[value] = owner = owners.get(owner, owner)
             if owner == value:
-                num_bytes[value] = 0 if is_captured else result.num_bytes
-                kept += result.num_bytes - num_bytes[value]
+                num_bytes[value] = result.num_bytes
             if value in ends:
                 alive += num_bytes.get(owner, 0) if num_alive[owner] == 0 else 0
                 num_alive[owner] += 1
@@ -120,7 +110,7 @@ def predict_peak(
                 num_alive[owner] -= 1
                 alive -= num_bytes.get(owner, 0) if num_alive[owner] == 0 else 0
         peak = max(peak, alive)
-    return kept + peak
+    return peak
 
 
 def _find_ends(items: Sequence[Item], order: Order) -> dict[tuple[int, str], int]:

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import final
 
 from halley.core.timeline import Span
-from halley.cost.simulate import GraphTime, Operation, graph_time
+from halley.cost.simulate import NO_CONTENTION, Contention, GraphTime, Operation, graph_time
 from halley.lanes.cut import Item
 from halley.lanes.executor import Order, find_missing, span_item
 from halley.lanes.lane_memory import Storages, predict_peak
@@ -38,7 +38,7 @@ class LanePlan:
     moves_units: bool  # whether weight-gradient GEMMs move under collectives
     time: GraphTime  # predicted for this order
     time_before: GraphTime  # predicted for one microbatch after another
-    captures: bool = False  # whether CUDA graphs run items of static sizes
+    sm_margins: tuple[int, int] = (0, 0)  # SMs that dense and grouped GEMMs leave free
     peak_bytes: int = 0  # predicted for this order
     peak_bytes_before: int = 0  # predicted for one microbatch after another
 
@@ -51,7 +51,7 @@ def plan_lanes(
     max_lanes: int,
     storages: Storages = MappingProxyType({}),
     max_bytes: int | None = None,
-    captures: bool = False,
+    contention: Contention = NO_CONTENTION,
 ) -> LanePlan:
     """Simulate several orders of the items of a step, and return the plan with the fastest order.
 
@@ -60,7 +60,7 @@ def plan_lanes(
         max_lanes: most microbatches that may be unfinished at a time.
         storages: of the results of the items.
         max_bytes: most bytes of the values between items; None for no limit.
-        captures: whether CUDA graphs may run items. They do if an order then is within the limit.
+        contention: of GEMMs and transfers.
 
     Raises:
         ValueError: each order needs more than ``max_bytes``.
@@ -68,15 +68,10 @@ def plan_lanes(
     found = list(
         schedules(items, durations_us, num_microbatches=num_microbatches, max_lanes=max_lanes)
     )
-    times = [predict(items, durations_us, order) for _, _, order in found]
-    for uses_graphs in (True, False) if captures else (False,):
-        peaks = [
-            predict_peak(items, storages, order, captures=uses_graphs) for _, _, order in found
-        ]
-        allowed = [at for at, peak in enumerate(peaks) if max_bytes is None or peak <= max_bytes]
-        if allowed:
-            break
-    else:
+    times = [predict(items, durations_us, order, contention) for _, _, order in found]
+    peaks = [predict_peak(items, storages, order) for _, _, order in found]
+    allowed = [at for at, peak in enumerate(peaks) if max_bytes is None or peak <= max_bytes]
+    if not allowed:
         raise ValueError(
             f"max_bytes ({max_bytes}) must be at least {min(peaks)}, the least predicted peak"
         )
@@ -88,7 +83,7 @@ def plan_lanes(
         moves_units=moves_units,
         time=times[best],
         time_before=times[0],
-        captures=uses_graphs,
+        sm_margins=(contention.sm_margin, contention.grouped_sm_margin) if best else (0, 0),
         peak_bytes=peaks[best],
         peak_bytes_before=peaks[0],
     )
@@ -146,7 +141,12 @@ def measured_durations(
     return durations_us
 
 
-def predict(items: Sequence[Item], durations_us: Sequence[float], order: Order) -> GraphTime:
+def predict(
+    items: Sequence[Item],
+    durations_us: Sequence[float],
+    order: Order,
+    contention: Contention = NO_CONTENTION,
+) -> GraphTime:
     """Predict the times of a step that runs its items in ``order``."""
     num_microbatches = len({microbatch for microbatch, _ in order})
     operations = [
@@ -164,7 +164,7 @@ def predict(items: Sequence[Item], durations_us: Sequence[float], order: Order) 
         for index, item in enumerate(items)
     ]
     flat = [microbatch * len(items) + index for microbatch, index in order]
-    return graph_time(operations, flat)
+    return graph_time(operations, flat, contention)
 
 
 @final

@@ -20,9 +20,11 @@ from torch import fx
 from halley.compiler.consensus import Consensus, compare_graphs, share_in_groups
 from halley.compiler.graph_analysis import is_random
 from halley.compiler.graph_collectives import ALL_TO_ALL, operator_name, unknown_collectives
+from halley.compiler.group_cost import measure_group_contention
 from halley.compiler.pipeline import device_of
 from halley.core.timeline import Recorder, Span
 from halley.core.validation import build, check_choice, check_type
+from halley.cost.simulate import NO_CONTENTION
 from halley.lanes.capture import TANGENT, Arguments, Capture, Inner, StepGraphs
 from halley.lanes.cut import cut_step
 from halley.lanes.executor import Executor, Order, one_after_another
@@ -241,7 +243,7 @@ class _Program:
             if node.name.startswith(TANGENT)
             for value in (node.meta["val"],)
         }
-        device = device_of(forward)
+        self._device = device = device_of(forward)
         self._clock, self._off = Recorder(device), Recorder(device, enabled=False)
         self._captures = captures and device.type == "cuda"
         self._num_steps = 0
@@ -276,11 +278,20 @@ class _Program:
 
     def _build(self, order: Order) -> Executor:
         calls = self._recorded.calls if self.plan is None else self._calls
-        captures = self.plan is not None and self.plan.captures
-        return Executor(self.items, calls, order, loss=self._loss, captures=captures)
+        return Executor(
+            self.items,
+            calls,
+            order,
+            loss=self._loss,
+            captures=self.plan is not None and self._captures,
+            sm_margins=(0, 0) if self.plan is None else self.plan.sm_margins,
+        )
 
     def _share_plan(self, measured: Sequence[Sequence[Span]]) -> LanePlan:
         """Plan the order on rank 0 from rank 0's measured times; return the plan on all ranks."""
+        contention = NO_CONTENTION
+        if self._device.type == "cuda" and self._groups:
+            contention = measure_group_contention(self._groups[0], self._device)
 
         def make() -> dict[str, Any] | str:
             try:
@@ -291,7 +302,7 @@ class _Program:
                     max_lanes=self._options.max_lanes,
                     storages=self._recorded.storages,
                     max_bytes=self._options.max_bytes,
-                    captures=self._captures,
+                    contention=contention,
                 )
             except ValueError as error:  # all ranks raise it
                 return str(error)

@@ -130,7 +130,7 @@ def test_model_of_the_catalogue_runs_with_rows_of_fixed_size(run_ranks: RunRanks
     assert none["bit_equal"]
     assert lanes["bit_equal"]
     assert (lanes["strategy"], lanes["max_load"]) == ("functional:deduplicated", 2.0)
-    assert (lanes["activation_budget"], lanes["captures"]) == (0.5, False)
+    assert (lanes["activation_budget"], lanes["sm_margins"]) == (0.5, (0, 0))
     assert lanes["num_lanes"] in (1, 2)
     assert none["num_lanes"] is None
     assert error == same_error

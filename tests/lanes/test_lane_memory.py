@@ -66,16 +66,6 @@ def test_peak_of_three_items_and_two_lanes(order: executor.Order, wanted: int) -
     assert predict_peak(items, storages, order) == wanted
 
 
-def test_captured_items_keep_their_results_in_any_order() -> None:
-    items, storages = _forward_backward()
-    order = executor.one_after_another(items, num_microbatches=NUM_MICROBATCHES)
-    assert predict_peak(items, storages, order, captures=True) == 2 * (100 + 10 + 40)
-    # An item without a graph frees its results, but the graph that reads one has a copy of it.
-    items[0] = Item(kind="wait", outputs=("f:saved", "f:view"))
-    peak = predict_peak(items, storages, order, captures=True)
-    assert peak == 2 * (100 + 100 + 10 + 40) + 100
-
-
 def _chain() -> tuple[list[Item], Storages, list[float]]:
     """Return items of 10 us with an exchange of 8 us between them; the first result is large."""
     items = [
@@ -107,23 +97,6 @@ def test_limit_of_memory_chooses_fewer_lanes() -> None:
     assert (limited.num_lanes, limited.peak_bytes) == (1, 80)
     with pytest.raises(ValueError, match=r"max_bytes \(79\) must be at least 80"):
         make_plan(max_bytes=79)
-
-
-def test_limit_of_memory_gives_up_cuda_graphs_before_it_fails() -> None:
-    items, storages = _forward_backward()
-    make_plan = partial(
-        plan_lanes,
-        items,
-        [1.0, 1.0, 1.0],
-        num_microbatches=NUM_MICROBATCHES,
-        max_lanes=1,
-        storages=storages,
-        captures=True,
-    )
-    free = make_plan()
-    assert (free.captures, free.peak_bytes) == (True, 300)
-    limited = make_plan(max_bytes=110)
-    assert (limited.captures, limited.peak_bytes) == (False, 110)
 
 
 def _live_bytes(values: Sequence[dict[str, Any]], early: dict[int, Any], inputs: set[int]) -> int:
@@ -214,3 +187,13 @@ def test_compile_step_obeys_the_limit_on_all_ranks(run_ranks) -> None:
     least, peak_bytes, _, message = results[0]
     assert 0 < peak_bytes <= least
     assert message == f"max_bytes (1) must be at least {least}, the least predicted peak"
+
+
+def test_shared_memory_is_written_by_its_owner_and_keeps_the_layout() -> None:
+    owner = torch.arange(12.0).view(3, 4)
+    shared = executor._share_memory(owner[1:].t())
+    assert torch.equal(shared, owner[1:].t())
+    assert (shared.stride(), shared.storage_offset()) == ((1, 4), 4)
+    owner[2, 3] = -1.0
+    assert shared[3, 1] == -1.0
+    assert executor._share_memory(3) == 3

@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 
 from halley.core.timeline import Span
 from halley.core.validation import build
+from halley.cost.simulate import Contention
 from halley.lanes.cut import Item, Kind, Lanes
 from halley.lanes.executor import check_order, one_after_another
 from halley.lanes.lane_schedule import LanePlan, measured_durations, plan_lanes, predict, schedules
@@ -39,6 +41,19 @@ def test_two_lanes_hide_exchanges_under_each_other() -> None:
     assert plan.time.exposed_us == pytest.approx(0.0)
     assert plan.num_lanes == 2
     assert plan.order[:4] == ((0, 0), (0, 1), (1, 0), (1, 1))
+
+
+def test_contention_lengthens_segments_beside_exchanges_and_reserves_sms() -> None:
+    items, durations_us = _chain(num_exchanges=1)
+    contention = Contention(compute=2.0, sm_margin=4, grouped_sm_margin=8)
+    make_plan = partial(plan_lanes, items, durations_us, num_microbatches=2, contention=contention)
+    plan = make_plan(max_lanes=2)
+    # Segments: 10 us alone; 8 us beside an exchange for 4 us of its work, then 6 us; the same; 10.
+    assert plan.time.makespan_us == pytest.approx(48.0)
+    assert plan.sm_margins == (4, 8)
+    alone = make_plan(max_lanes=1)
+    assert alone.time.makespan_us == pytest.approx(56.0)
+    assert alone.sm_margins == (0, 0)
 
 
 def test_max_lanes_limits_the_microbatches_in_flight() -> None:

@@ -1,20 +1,25 @@
 """Steps whose segments are CUDA graphs have the bits of steps without: over NCCL.
 
+GEMMs that leave SMs free may have other bits, so one test runs without reserved SMs.
+
 pytest tests/lanes/test_segment_graphs_cuda.py
 """
 
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from halley.cost.simulate import NO_CONTENTION, Contention
 from halley.distributed.mesh import build_groups
-from halley.lanes import compile_step
+from halley.lanes import compile_step, lane_step
 from halley.lanes.executor import can_capture
+from halley.tools.layer_case import relative_error
 from tests.compiler.model_case import fresh_graphs
 from tests.gpus import NUM_GPUS, device_of, needs_gpu
-from tests.lanes.lane_case import build_gpt2, is_equal, make_batch, take_result
+from tests.lanes.lane_case import Result, build_gpt2, is_equal, make_batch, take_result
 from tests.rank_pool import RunRanks
 
 
@@ -23,7 +28,13 @@ pytestmark = needs_gpu
 NUM_MEASURED = 3  # steps one after another, before the plan
 
 
-def _run_steps(rank: int, num_ranks: int) -> dict[str, Any]:
+def _run_steps(rank: int, num_ranks: int, contention: Contention) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lane_step, "measure_group_contention", lambda *_: contention)
+        return _compare_steps(rank, num_ranks)
+
+
+def _compare_steps(rank: int, num_ranks: int) -> dict[str, Any]:
     device = device_of(rank)
     groups = build_groups(num_ranks, device_type="cuda")
     groups = replace(groups, ep=dist.new_group(backend="nccl"))
@@ -54,12 +65,27 @@ def _run_steps(rank: int, num_ranks: int) -> dict[str, Any]:
         "moved": [is_equal(moved[0], before[1]), is_equal(moved[1], before[0])],
         "changed": is_equal(changed, wanted) and not is_equal(changed, before[0]),
         "num_captured": sum(items),
+        "repeated": is_equal(captured[0], captured[2]) and not is_equal(captured[0], captured[1]),
+        "error": max(map(relative_error, *(_tensors(each[0]) for each in (captured, before)))),
+        "sm_margins": step.plan.sm_margins,
     }
 
 
+def _tensors(result: Result) -> list[torch.Tensor]:
+    return [result[0], *result[1]]
+
+
 def test_captured_segments_have_the_bits_of_eager_ones(run_ranks: RunRanks) -> None:
-    for found in run_ranks(_run_steps, min(NUM_GPUS, 2), timeout_s=240.0):
+    for found in run_ranks(_run_steps, min(NUM_GPUS, 2), NO_CONTENTION, timeout_s=240.0):
         assert found["captured"] == [True] * NUM_MEASURED
         assert found["moved"] == [True, True]
         assert found["changed"]
         assert found["num_captured"] > 10
+
+
+def test_gemms_that_leave_sms_free_give_the_same_values(run_ranks: RunRanks) -> None:
+    contention = Contention(sm_margin=4, grouped_sm_margin=8)
+    for found in run_ranks(_run_steps, min(NUM_GPUS, 2), contention, timeout_s=240.0):
+        assert found["sm_margins"] == (4, 8)
+        assert found["repeated"]
+        assert found["error"] < 1e-4
