@@ -1,6 +1,7 @@
 """Run the pieces (items) of all microbatches of a step in a given order; add up the gradients."""
 
 import gc
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -144,8 +145,12 @@ class Executor:
             if can_capture(action.item):
                 names = action.item.inputs
                 arguments = [inputs[name] for name in names], [name in own for name in names]
-                action = replace(action, call=graphs.capture(action.call, *arguments))
-                own.update(action.item.outputs)
+                try:
+                    action = replace(action, call=graphs.capture(action.call, *arguments))
+                    own.update(action.item.outputs)
+                except RuntimeError as error:
+                    text = f"halley runs item {action.name} without a CUDA graph: {error}"
+                    warnings.warn(text, stacklevel=6)
             captured.append(action)
             yield action
         self._captured, self._addresses = captured, addresses

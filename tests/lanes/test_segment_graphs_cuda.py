@@ -5,6 +5,7 @@ GEMMs that leave SMs free may have other bits, so one test runs without reserved
 pytest tests/lanes/test_segment_graphs_cuda.py
 """
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from halley.cost.simulate import NO_CONTENTION, Contention
 from halley.distributed.mesh import build_groups
-from halley.lanes import compile_step, lane_step
+from halley.lanes import compile_step, executor, lane_step
 from halley.lanes.executor import can_capture
 from halley.tools.layer_case import relative_error
 from tests.compiler.model_case import fresh_graphs
@@ -89,3 +90,32 @@ def test_gemms_that_leave_sms_free_give_the_same_values(run_ranks: RunRanks) -> 
         assert found["sm_margins"] == (4, 8)
         assert found["repeated"]
         assert found["error"] < 1e-4
+
+
+def _run_float32_experts(rank: int, num_ranks: int) -> tuple[list[bool], list[str]]:
+    """Return whether steps of the plan have the bits of the first one, and the warnings."""
+    device = device_of(rank)
+    groups = build_groups(num_ranks, device_type="cuda")
+    groups = replace(groups, ep=dist.new_group(backend="nccl"))
+    model = build_gpt2("dropless", groups, num_layers=1).to(device)
+    batch = [each.to(device) for each in make_batch(rank, batch_size=4)]
+    with (
+        fresh_graphs(),
+        pytest.MonkeyPatch.context() as patch,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        patch.setattr(lane_step, "measure_group_contention", lambda *_: NO_CONTENTION)
+        patch.setattr(executor, "can_capture", lambda item: item.kind in ("segment", "unit"))
+        step = compile_step(model, 2, inner="eager")
+        results = [take_result(step(*batch), model) for _ in range(5)]
+    dist.barrier()
+    dist.destroy_process_group(groups.ep)
+    return [is_equal(each, results[0]) for each in results], [str(each.message) for each in caught]
+
+
+def test_segment_that_cannot_be_captured_runs_without_a_graph(run_ranks: RunRanks) -> None:
+    # The host reads the sizes of a grouped GEMM in float32, which a capture does not allow.
+    for equal, texts in run_ranks(_run_float32_experts, min(NUM_GPUS, 2), timeout_s=240.0):
+        assert equal == [True] * 5
+        assert any("without a CUDA graph" in text for text in texts)
