@@ -99,6 +99,8 @@ def _compile(code: fx.GraphModule) -> Call:
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
+    from halley.compiler.inductor import decompose  # imports Triton
+
     environment = ShapeEnv()
     symbols: dict[str, Any] = {}
 
@@ -126,6 +128,8 @@ def _compile(code: fx.GraphModule) -> Call:
         traced = make_fx(lambda *args: code(*args))(*values)
     if environment.guards:
         raise RuntimeError(f"a segment is valid for some sizes only: {environment.guards}")
+    decompose(traced.graph)
+    traced.recompile()
     output = traced.graph.output_node()
     # Inductor must keep the strides of all results: later items are compiled for these strides.
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore
