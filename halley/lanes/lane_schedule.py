@@ -9,12 +9,14 @@ in waits that no other lane hides:
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
+from random import Random
 from statistics import median
 from types import MappingProxyType
-from typing import final
+from typing import TypeVar, final
 
 from halley.core.timeline import Span
 from halley.cost.simulate import NO_CONTENTION, Contention, GraphTime, Operation, graph_time
@@ -23,6 +25,12 @@ from halley.lanes.executor import Order, find_missing, span_item
 from halley.lanes.lane_memory import Storages, predict_peak
 
 
+_T = TypeVar("_T")
+# Predicted time of one microbatch after another over that of lanes; lanes with less are not used,
+# because predictions of steps err by as much.
+_MIN_GAIN = 1.05
+_NUM_TRIALS = 300  # of hill climbing
+_MAX_OPTIONS = 8  # of a choice, that trials distinguish
 _MAX_EXCESS = 2.0  # longest unit in a wait, in multiples of the remaining wait (Lancet, section 4)
 
 
@@ -65,22 +73,35 @@ def plan_lanes(
     Raises:
         ValueError: each order needs more than ``max_bytes``.
     """
-    found = list(
-        schedules(items, durations_us, num_microbatches=num_microbatches, max_lanes=max_lanes)
+    makers = list(
+        _schedulers(
+            items,
+            durations_us,
+            num_microbatches=num_microbatches,
+            max_lanes=max_lanes,
+            contention=contention,
+        )
     )
-    times = [predict(items, durations_us, order, contention) for _, _, order in found]
-    peaks = [predict_peak(items, storages, order) for _, _, order in found]
+    orders: list[Order] = [make().run() for make in makers]
+    times = [predict(items, durations_us, order, contention) for order in orders]
+    fastest = min(range(len(orders)), key=lambda at: times[at].makespan_us)
+    makers.append(makers[fastest])
+    orders.append(_improve(makers[fastest]))
+    times.append(predict(items, durations_us, orders[-1], contention))
+    peaks = [predict_peak(items, storages, order) for order in orders]
     allowed = [at for at, peak in enumerate(peaks) if max_bytes is None or peak <= max_bytes]
     if not allowed:
         raise ValueError(
             f"max_bytes ({max_bytes}) must be at least {min(peaks)}, the least predicted peak"
         )
     best = min(allowed, key=lambda at: times[at].makespan_us)
-    num_lanes, moves_units, order = found[best]
+    if 0 in allowed and times[0].makespan_us < _MIN_GAIN * times[best].makespan_us:
+        best = 0
+    scheduler = makers[best]()
     return LanePlan(
-        order=tuple(order),
-        num_lanes=num_lanes,
-        moves_units=moves_units,
+        order=tuple(orders[best]),
+        num_lanes=scheduler.num_lanes,
+        moves_units=scheduler.moves_units,
         time=times[best],
         time_before=times[0],
         sm_margins=(contention.sm_margin, contention.grouped_sm_margin) if best else (0, 0),
@@ -100,19 +121,60 @@ def schedules(
 
     The first order runs one microbatch after another. Arguments as for ``plan_lanes``.
     """
+    limits = {"num_microbatches": num_microbatches, "max_lanes": max_lanes}
+    for make in _schedulers(items, durations_us, **limits, contention=NO_CONTENTION):
+        scheduler = make()
+        yield scheduler.num_lanes, scheduler.moves_units, scheduler.run()
+
+
+def _schedulers(
+    items: Sequence[Item],
+    durations_us: Sequence[float],
+    *,
+    num_microbatches: int,
+    max_lanes: int,
+    contention: Contention,
+) -> Iterator[Callable[..., "_ListScheduler"]]:
+    """Yield functions that make the schedulers; the first one runs microbatches in turn."""
+    # In most orders, nearly all computation runs beside a transfer.
+    overlapped_us = [
+        duration_us * (contention.comm if item.kind == "start" else contention.compute)
+        for item, duration_us in zip(items, durations_us, strict=True)
+    ]
     for num_lanes in range(1, min(max_lanes, num_microbatches) + 1):
         for moves_units in (False, True):
             for lag in (0, len(items) // num_lanes) if num_lanes > 1 else (0,):
-                scheduler = _ListScheduler(
+                yield partial(
+                    _ListScheduler,
                     items,
-                    durations_us,
+                    overlapped_us,
                     num_lanes=num_lanes,
                     moves_units=moves_units,
                     lag=lag,
-                    position=[0] * num_microbatches,
-                    due_us=[0.0] * num_microbatches,
+                    num_microbatches=num_microbatches,
                 )
-                yield num_lanes, moves_units, scheduler.run()
+
+
+def _improve(make: Callable[..., "_ListScheduler"]) -> Order:
+    """Return the order of a scheduler, improved by hill climbing over its choices.
+
+    Each trial makes a few choices other than the scheduler would. It is kept if it ends no later.
+    """
+    best, exceptions, rng = make(), dict[int, int](), Random(0)
+    best.run()
+    for _ in range(_NUM_TRIALS if best.num_choices else 0):
+        changed = dict(exceptions)
+        for _ in range(rng.choice((1, 1, 2, 4))):
+            at = rng.randrange(best.num_choices)
+            if at in changed and rng.random() < 0.5:
+                del changed[at]
+            else:
+                changed[at] = rng.randrange(_MAX_OPTIONS)
+        trial = make(exceptions=changed)
+        trial.run()
+        if trial.clock_us <= best.clock_us:
+            best, exceptions = trial, changed
+    return best.order
 
 
 def measured_durations(
@@ -183,14 +245,23 @@ class _ListScheduler:
     num_lanes: int
     moves_units: bool
     lag: int
-    position: list[int]  # index of the next item of each microbatch
-    due_us: list[float]  # when the next item of each microbatch can run without a wait
+    num_microbatches: int
+    # For a choice between several lanes or units, by its number: the option to take instead.
+    exceptions: Mapping[int, int] = field(default_factory=dict)
+    num_choices: int = 0
+    position: list[int] = field(init=False)  # index of the next item of each microbatch
+    # When the next item of each microbatch can run without a wait.
+    due_us: list[float] = field(init=False)
     clock_us: float = 0.0
     link_free_us: float = 0.0
     order: list[tuple[int, int]] = field(default_factory=list)
     # When each started collective ends, by the microbatch and the index of its "start" item.
     arrival_us: dict[tuple[int, int], float] = field(default_factory=dict)
     units: list[tuple[int, int]] = field(default_factory=list)  # deferred units, oldest first
+
+    def __post_init__(self) -> None:
+        self.position = [0] * self.num_microbatches
+        self.due_us = [0.0] * self.num_microbatches
 
     def run(self) -> list[tuple[int, int]]:
         while True:
@@ -230,10 +301,14 @@ class _ListScheduler:
 
     def _choose_unit(self, gap_us: float) -> tuple[int, int] | None:
         fitting = [each for each in self.units if self._unit_us(each) <= gap_us]
-        if fitting:
-            return max(fitting, key=self._unit_us)
         near = [each for each in self.units if self._unit_us(each) <= _MAX_EXCESS * gap_us]
-        return min(near, key=self._unit_us, default=None)
+        if fitting:
+            unit = max(fitting, key=self._unit_us)
+        else:
+            unit = min(near, key=self._unit_us, default=None)
+        if gap_us == inf:  # no lane is left
+            return unit
+        return self._choose(unit, [None, *self.units]) if self.units else None
 
     def _unit_us(self, unit: tuple[int, int]) -> float:
         return self.durations_us[unit[1]]
@@ -242,7 +317,14 @@ class _ListScheduler:
         ready = [lane for lane in lanes if self.due_us[lane] <= self.clock_us]
         if not ready:
             return min(lanes, key=self.due_us.__getitem__)
-        return min(ready, key=lambda lane: self.position[lane] + lane * self.lag)
+        lane = min(ready, key=lambda lane: self.position[lane] + lane * self.lag)
+        return self._choose(lane, ready) if len(ready) > 1 else lane
+
+    def _choose(self, default: _T, options: Sequence[_T]) -> _T:
+        """Count a choice; return the default, or the option of ``exceptions``."""
+        self.num_choices += 1
+        exception = self.exceptions.get(self.num_choices - 1)
+        return default if exception is None else options[exception % len(options)]
 
     def _advance(self, lane: int) -> None:
         """Issue a lane's items up to its next wait for rows; defer units if ``moves_units``."""

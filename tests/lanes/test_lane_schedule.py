@@ -56,6 +56,33 @@ def test_contention_lengthens_segments_beside_exchanges_and_reserves_sms() -> No
     assert alone.sm_margins == (0, 0)
 
 
+def test_lanes_that_gain_less_than_five_percent_are_not_used() -> None:
+    items, durations_us = _chain(num_exchanges=1)
+    for exchange_us, num_lanes in ((0.9, 1), (1.3, 2)):
+        durations_us[1] = exchange_us  # of 2 * (10 + 10) us of segments
+        plan = plan_lanes(items, durations_us, num_microbatches=2, max_lanes=2)
+        assert plan.num_lanes == num_lanes
+        assert (plan.time == plan.time_before) == (num_lanes == 1)
+
+
+def test_hill_climbing_finds_a_faster_order() -> None:
+    items, _ = _chain(num_exchanges=4)
+    items += _items(("unit", 0), ("unit", 0), ("unit", 0))
+    segments_us, exchanges_us = [5.0, 7.0, 3.0, 2.0, 6.0], [4.0, 3.0, 3.0, 7.0]
+    durations_us = [segments_us[0]]
+    for exchange_us, segment_us in zip(exchanges_us, segments_us[1:], strict=True):
+        durations_us += [exchange_us, 0.0, segment_us]
+    durations_us += [6.0, 5.0, 6.0]  # the units
+    greedy = min(
+        predict(items, durations_us, order).makespan_us
+        for *_, order in schedules(items, durations_us, num_microbatches=3, max_lanes=2)
+    )
+    plan = plan_lanes(items, durations_us, num_microbatches=3, max_lanes=2)
+    # Three microbatches have 40 us of computation each, so no order takes less than 120 us.
+    assert 120.0 < plan.time.makespan_us < 0.96 * greedy
+    check_order(items, plan.order)
+
+
 def test_max_lanes_limits_the_microbatches_in_flight() -> None:
     items, durations_us = _chain(num_exchanges=2)
     plan = plan_lanes(items, durations_us, num_microbatches=4, max_lanes=2)
