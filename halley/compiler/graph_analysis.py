@@ -32,12 +32,14 @@ class NodeKind(Enum):
 
 
 # Operators are compared by name, so that this file does not import the packages that define them.
-_GEMMS = frozenset({
-    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm",
-    "aten::_grouped_mm", "aten::_scaled_mm", "aten::_scaled_grouped_mm",
-    "halley::weight_gemm", "halley::expert_gemm", "halley::expert_weight_gemm",
-    "halley::gemm_with_carveout",
+_GROUPED_GEMMS = frozenset({
+    "aten::_grouped_mm", "aten::_scaled_grouped_mm",
+    "halley::expert_gemm", "halley::expert_weight_gemm",
 })  # fmt: skip
+_GEMMS = _GROUPED_GEMMS | {
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm",
+    "halley::weight_gemm", "halley::gemm_with_carveout",
+}  # fmt: skip
 _EMPTY = frozenset(
     f"aten::{name}"
     for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
@@ -96,6 +98,11 @@ def _known_size(size: int | torch.SymInt) -> int | None:
 def is_gemm(node: fx.Node) -> bool:
     """Return whether a graph node is a GEMM: dense, batched or grouped."""
     return operator_name(node) in _GEMMS
+
+
+def is_grouped_gemm(node: fx.Node) -> bool:
+    """Return whether a graph node multiplies groups of rows by a matrix for each group."""
+    return operator_name(node) in _GROUPED_GEMMS
 
 
 def module_of(node: fx.Node) -> str:

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from halley.compiler.graph_collectives import operator_name
+from halley.compiler.graph_analysis import is_grouped_gemm
 from halley.core.timeline import Recorder
 from halley.lanes.cut import Item, Lanes
 from halley.lanes.segment_compiler import Call
@@ -19,8 +19,6 @@ from halley.ops.sm_carveout import sm_carveout
 
 
 Order = Sequence[tuple[int, int]]  # pairs of a microbatch and the index of an item
-
-_GROUPED_GEMMS = {"aten::_grouped_mm", "halley::expert_gemm", "halley::expert_weight_gemm"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +163,7 @@ def can_capture(item: Item) -> bool:
 
 def _has_grouped_gemm(item: Item) -> bool:
     nodes = item.code.nodes if item.code else ()
-    return any(operator_name(node) in _GROUPED_GEMMS for node in nodes)
+    return any(map(is_grouped_gemm, nodes))
 
 
 def _leave_sms(num_sms: int, call: Call, values: list[Any]) -> Sequence[Any]:
