@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 GRAPH = "graph"  # the setting of a strategy that runs as a CUDA graph
-_CHUNK_COUNTS = (2, 3, 4, 8)
+CHUNK_COUNTS = (2, 3, 4, 8)
 
 
 def check_experts(case: LayerCase, *, ep_size: int, tp_size: int = 1) -> int:
@@ -104,7 +104,7 @@ def build_candidates(
                 for each, built in build_pipelines(strategy, max_load=load, **where).items():
                     candidates[f"{strategy} {each}{setting}"] = built
             continue
-        counts = [n for n in _CHUNK_COUNTS if n <= num_local] or [1]
+        counts = [n for n in CHUNK_COUNTS if n <= num_local] or [1]
         for n in counts if strategy == "chunked" else [0]:
             name = f"{strategy} n={n}" if n else strategy
             candidates[name] = build(strategy, num_chunks=n, workspaces=workspaces)
