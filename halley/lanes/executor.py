@@ -1,10 +1,11 @@
 """Run the pieces (items) of all microbatches of a step in a given order; add up the gradients."""
 
-import gc
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress
 from typing import Any, final
 
 import torch
@@ -14,6 +15,7 @@ from halley.compiler.graph_analysis import is_grouped_gemm
 from halley.core.timeline import Recorder
 from halley.lanes.cut import Item, Lanes
 from halley.lanes.segment_compiler import Call
+from halley.lanes.segment_graphs import SegmentGraphs, can_capture
 from halley.ops.gradient_hook import find_gradient_hook
 from halley.ops.sm_carveout import sm_carveout
 
@@ -33,6 +35,8 @@ class _Action:
     reads: tuple[tuple[int, str], ...]  # the inputs, as pairs of a microbatch and a name
     last_reads: tuple[bool, ...]  # for each input, whether this is the last item that reads it
     is_read: tuple[bool, ...]  # for each output, whether a later item or the caller reads it
+    # Outputs whose memory stays as it is until the item runs in the next step.
+    lasting: frozenset[str] = frozenset()
 
 
 def span_item(name: str) -> tuple[int, int]:
@@ -92,6 +96,8 @@ class Executor:
         self._captures = captures
         self._captured: list[_Action] = []
         self._addresses: list[int] = []  # of the parameters, when the items were captured
+        # The tensors of ``.grad`` of the last step that have the memory of a CUDA graph's results.
+        self._lent: list[weakref.ref[torch.Tensor]] = []
 
     def run(
         self,
@@ -107,7 +113,8 @@ class Executor:
             parameters: values of the inputs of forward, by position.
         """
         values = [{**each} for each in inputs]
-        gradients = _Gradients(parameters)
+        _keep(self._lent)
+        gradients = _Gradients(parameters, lent=self._lent)
         # For collectives, the autograd key runs Python code, which takes host time: skip this key.
         # Autocast is off, because the graphs contain its casts already.
         with (
@@ -127,14 +134,16 @@ class Executor:
             return self._actions
         addresses = [each.data_ptr() for each in parameters if isinstance(each, nn.Parameter)]
         is_captured = bool(self._captured) and addresses == self._addresses
-        return self._captured if is_captured else self._capture(values, addresses)
+        return self._captured if is_captured else self._capture(values, parameters, addresses)
 
-    def _capture(self, values: Sequence[dict[str, Any]], addresses: list[int]) -> Iterator[_Action]:
+    def _capture(
+        self, values: Sequence[dict[str, Any]], parameters: Sequence[Any], addresses: list[int]
+    ) -> Iterator[_Action]:
         """Yield each action, captured as a CUDA graph if ``can_capture``, for the caller to run.
 
         Later steps use the actions if they have all run and the parameters have these addresses.
         """
-        graphs, captured = _SegmentGraphs(), list[_Action]()
+        graphs, captured = SegmentGraphs(), list[_Action]()
         fixed = [
             {k for k, value in each.items() if isinstance(value, nn.Parameter)} for each in values
         ]
@@ -143,8 +152,11 @@ class Executor:
             if can_capture(action.item):
                 names = action.item.inputs
                 arguments = [inputs[name] for name in names], [name in own for name in names]
+                first = _first_gradients(action, parameters)
                 try:
-                    action = replace(action, call=graphs.capture(action.call, *arguments))
+                    call, lasts = graphs.capture(action.call, *arguments, kept=first)
+                    lasting = compress(action.item.outputs, lasts)
+                    action = replace(action, call=call, lasting=frozenset(lasting))
                     own.update(action.item.outputs)
                 except RuntimeError as error:
                     text = f"halley runs item {action.name} without a CUDA graph: {error}"
@@ -154,11 +166,15 @@ class Executor:
         self._captured, self._addresses = captured, addresses
 
 
-def can_capture(item: Item) -> bool:
-    """Return whether a CUDA graph can replay an item: static sizes, no operator tagged unsafe."""
-    targets = [node.target for node in item.code.nodes] if item.code else []
-    unsafe = torch.Tag.cudagraph_unsafe
-    return item.is_static and not any(unsafe in getattr(each, "tags", ()) for each in targets)
+def _first_gradients(action: _Action, parameters: Sequence[Any]) -> list[bool]:
+    """Return for each output whether it can become the ``.grad`` of a parameter."""
+    names = {
+        name
+        for name, position in action.item.gradients
+        if action.microbatch == 0 and not find_gradient_hook(parameters[position])
+    }
+    outputs = zip(action.item.outputs, action.is_read, strict=True)
+    return [name in names and not is_read for name, is_read in outputs]
 
 
 def _has_grouped_gemm(item: Item) -> bool:
@@ -225,7 +241,12 @@ def _run(
     if item.gradients:
         produced = dict(zip(item.outputs, results, strict=True))
         for name, position in item.gradients:
-            gradients.add(produced[name], position=position, microbatch=action.microbatch)
+            gradients.add(
+                produced[name],
+                position=position,
+                microbatch=action.microbatch,
+                lasts=name in action.lasting,
+            )
 
 
 def _sum(lanes: Lanes, values: list[torch.Tensor]) -> tuple[torch.Tensor]:
@@ -244,90 +265,41 @@ class _Gradients:
     """
 
     parameters: Sequence[Any]
+    lent: list[weakref.ref[torch.Tensor]]  # gets the new ``.grad`` that are no copies
     # Gradients to add after earlier microbatches' gradients, by parameter position and microbatch.
     early: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
     next: dict[int, int] = field(default_factory=dict)  # by position: the next microbatch to add
 
-    def add(self, gradient: torch.Tensor, *, position: int, microbatch: int) -> None:
+    def add(
+        self, gradient: torch.Tensor, *, position: int, microbatch: int, lasts: bool = False
+    ) -> None:
+        """Add a gradient; if it ``lasts`` until the next step, it may become ``.grad`` itself."""
         early = self.early.setdefault(position, {})
         early[microbatch] = gradient
         while (first := self.next.get(position, 0)) in early:
-            _give(self.parameters[position], early.pop(first))
+            self._give(self.parameters[position], early.pop(first), lasts=lasts)
             self.next[position] = first + 1
 
-
-def _give(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    if hook := find_gradient_hook(parameter):
-        hook(gradient)
-    elif parameter.grad is None:
-        # Copy the gradient, because the gradients of two parameters may be one tensor.
-        parameter.grad = torch.empty_like(parameter).copy_(gradient)
-    else:
-        parameter.grad += gradient
-
-
-@final
-class _SegmentGraphs:
-    """Captures items as CUDA graphs, which share a memory pool and replay in the order of capture.
-
-    A CUDA graph has the addresses of its tensors. So each microbatch and item has a graph of its
-    own, which copies inputs whose addresses may change. A graph may use the memory of values whose
-    last reader comes earlier in the order: the order is the same in each step. So a replay returns
-    tensors that do not own their memory.
-    """
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
-        gc.collect()  # frees CUDA objects now: freeing them during a capture would break it
-        torch.cuda.empty_cache()  # the pool needs the memory that earlier steps have freed
-
-    def capture(self, call: Call, values: Sequence[Any], fixed: Sequence[bool]) -> Call:
-        """Capture ``call`` as a CUDA graph without running it; return a function that replays it.
-
-        The first replay must come before the next capture. Its results own their memory, and the
-        caller must keep them until their last reader has run: then later captures may use it.
-
-        Args:
-            values: tensors of the shapes to capture.
-            fixed: for each value, whether it keeps its address.
-        """
-        graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                inputs = [
-                    value if is_fixed else value.new_empty_strided(value.shape, value.stride())
-                    for value, is_fixed in zip(values, fixed, strict=True)
-                ]
-                owned = [call([*inputs])]
-            finally:
-                graph.capture_end()
-        copied = [
-            (at, _share_memory(inputs[at])) for at, is_fixed in enumerate(fixed) if not is_fixed
-        ]
-        outputs = [_share_memory(each) for each in owned[0]]
-
-        def replay(values: list[Any]) -> Sequence[Any]:
-            for at, copy in copied:
-                copy.copy_(values[at])
-            graph.replay()
-            return owned.pop() if owned else outputs
-
-        return replay
+    def _give(self, parameter: torch.Tensor, gradient: torch.Tensor, *, lasts: bool) -> None:
+        if hook := find_gradient_hook(parameter):
+            hook(gradient)
+        elif parameter.grad is not None:
+            parameter.grad += gradient
+        elif lasts and _layout(gradient) == _layout(parameter):
+            parameter.grad = gradient.detach()
+            self.lent.append(weakref.ref(parameter.grad))
+        else:
+            # Copy the gradient, because the gradients of two parameters may be one tensor.
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
 
-def _share_memory(value: Any) -> Any:
-    """Return a tensor with the memory of another one, which it does not own; or a number as it is.
+def _keep(lent: list[weakref.ref[torch.Tensor]]) -> None:
+    """Copy gradients of the last step that are still in use to other memory; empty the list."""
+    for reference in lent:
+        if (gradient := reference()) is not None:
+            gradient.data = gradient.clone()
+    lent.clear()
 
-    The memory must be that of a CUDA graph's pool, which stays mapped as long as the graph exists.
-    """
-    if not isinstance(value, torch.Tensor):
-        return value
-    storage = value.untyped_storage()
-    memory = torch._C._construct_storage_from_data_pointer(
-        storage.data_ptr(), value.device, storage.nbytes()
-    )
-    shared = torch.empty(0, dtype=value.dtype, device=value.device)
-    return shared.set_(memory, value.storage_offset(), value.shape, value.stride())
+
+def _layout(value: torch.Tensor) -> tuple[object, ...]:
+    return value.shape, value.stride(), value.dtype

@@ -66,6 +66,9 @@ def compile_step(
     The all-to-alls of one microbatch run under the computation of another and under weight-gradient
     GEMMs. Losses and gradients are equal bit for bit to those of one microbatch after another.
 
+    On a GPU, ``.grad`` may have memory that the next step writes to. That step moves a ``.grad``
+    that still exists to other memory, but not views of it: clone views that must live longer.
+
     Args:
         loss_function: a module or a function of tensors that returns a scalar loss. It must be one
             graph, so MoE layers must use a strategy that can be traced, such as "functional".

@@ -10,7 +10,7 @@ from torch import nn
 
 from halley.core.timeline import Recorder
 from halley.distributed.mesh import build_groups
-from halley.lanes import compile_step, executor
+from halley.lanes import compile_step, executor, segment_graphs
 from halley.lanes.cut import Item
 from halley.lanes.lane_memory import ResultStorage, StorageRecorder, Storages, predict_peak
 from halley.lanes.lane_schedule import plan_lanes
@@ -191,9 +191,28 @@ def test_compile_step_obeys_the_limit_on_all_ranks(run_ranks) -> None:
 
 def test_shared_memory_is_written_by_its_owner_and_keeps_the_layout() -> None:
     owner = torch.arange(12.0).view(3, 4)
-    shared = executor._share_memory(owner[1:].t())
+    shared = segment_graphs._share_memory(owner[1:].t())
     assert torch.equal(shared, owner[1:].t())
     assert (shared.stride(), shared.storage_offset()) == ((1, 4), 4)
     owner[2, 3] = -1.0
     assert shared[3, 1] == -1.0
-    assert executor._share_memory(3) == 3
+    assert segment_graphs._share_memory(3) == 3
+
+
+def test_gradients_with_lasting_memory_become_grad_and_outlive_the_next_step() -> None:
+    first, second = (nn.Parameter(torch.zeros(2, 3)) for _ in range(2))
+    memory, transposed = torch.ones(2, 3), torch.ones(3, 2).t()
+    lent: list[Any] = []
+    gradients = executor._Gradients([first, second], lent=lent)
+    gradients.add(torch.full((2, 3), 2.0), position=0, microbatch=1)
+    gradients.add(memory, position=0, microbatch=0, lasts=True)
+    gradients.add(transposed, position=1, microbatch=0, lasts=True)
+    assert first.grad is not None
+    assert first.grad.data_ptr() == memory.data_ptr()
+    assert second.grad is not None
+    assert second.grad.is_contiguous()
+    assert torch.equal(first.grad, torch.full((2, 3), 3.0))
+    executor._keep(lent)  # the next step begins
+    memory.zero_()  # and computes other gradients in this memory
+    assert torch.equal(first.grad, torch.full((2, 3), 3.0))
+    assert lent == []

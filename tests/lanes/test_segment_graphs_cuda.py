@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from halley.cost.simulate import NO_CONTENTION, Contention
 from halley.distributed.mesh import build_groups
-from halley.lanes import compile_step, executor, lane_step
-from halley.lanes.executor import can_capture
+from halley.lanes import compile_step, lane_step
+from halley.lanes.segment_graphs import SegmentGraphs, can_capture
 from halley.tools.layer_case import relative_error
 from tests.compiler.model_case import fresh_graphs
 from tests.gpus import NUM_GPUS, device_of, needs_gpu
@@ -48,6 +48,9 @@ def _compare_steps(rank: int, num_ranks: int) -> dict[str, Any]:
         before = [run(batch), run(other), run(batch)]
         assert step.plan is not None
         captured = [run(each) for each in (batch, other, batch)]
+        num_lent = len(step._last._executor._lent)  # type: ignore[union-attr]
+        step(*batch)
+        accumulated = run(batch)
         with torch.no_grad():
             for parameter in model.parameters():  # other addresses: the graphs must be made again
                 parameter.data = parameter.clone()
@@ -67,6 +70,11 @@ def _compare_steps(rank: int, num_ranks: int) -> dict[str, Any]:
         "changed": is_equal(changed, wanted) and not is_equal(changed, before[0]),
         "num_captured": sum(items),
         "repeated": is_equal(captured[0], captured[2]) and not is_equal(captured[0], captured[1]),
+        "num_lent": num_lent,
+        "accumulated": max(
+            relative_error(twice, 2 * once)
+            for twice, once in zip(accumulated[1], captured[2][1], strict=True)
+        ),
         "error": max(map(relative_error, *(_tensors(each[0]) for each in (captured, before)))),
         "sm_margins": step.plan.sm_margins,
     }
@@ -82,6 +90,10 @@ def test_captured_segments_have_the_bits_of_eager_ones(run_ranks: RunRanks) -> N
         assert found["moved"] == [True, True]
         assert found["changed"]
         assert found["num_captured"] > 10
+        # Most ``.grad`` have the memory of a graph's result. They outlive the next steps, whose
+        # graphs write there (``captured`` above), and the next step adds to them.
+        assert found["num_lent"] > 10
+        assert found["accumulated"] < 1e-6
 
 
 def test_gemms_that_leave_sms_free_give_the_same_values(run_ranks: RunRanks) -> None:
@@ -99,16 +111,16 @@ def _fail_captures(rank: int, num_ranks: int) -> tuple[list[bool], list[str]]:
     groups = replace(groups, ep=dist.new_group(backend="nccl"))
     model = build_gpt2("switch", groups, num_layers=2).to(device)
     batch = [each.to(device) for each in make_batch(rank, batch_size=4)]
-    capture = executor._SegmentGraphs.capture
+    capture = SegmentGraphs.capture
     num_captures = 0
 
     def fail(_values: list[Any]) -> list[Any]:
         raise RuntimeError("injected")
 
-    def capture_some(graphs: Any, call: Any, values: Any, fixed: Any) -> Any:
+    def capture_some(graphs: Any, call: Any, values: Any, fixed: Any, *, kept: Any) -> Any:
         nonlocal num_captures
         num_captures += 1
-        return capture(graphs, call if num_captures % 3 else fail, values, fixed)
+        return capture(graphs, call if num_captures % 3 else fail, values, fixed, kept=kept)
 
     with (
         fresh_graphs(),
@@ -117,7 +129,7 @@ def _fail_captures(rank: int, num_ranks: int) -> tuple[list[bool], list[str]]:
     ):
         warnings.simplefilter("always")
         patch.setattr(lane_step, "measure_group_contention", lambda *_: NO_CONTENTION)
-        patch.setattr(executor._SegmentGraphs, "capture", capture_some)
+        patch.setattr(SegmentGraphs, "capture", capture_some)
         step = compile_step(model, 2, inner="eager")
         results = [take_result(step(*batch), model) for _ in range(NUM_MEASURED + 2)]
     dist.barrier()

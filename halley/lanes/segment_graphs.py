@@ -1,0 +1,104 @@
+"""Capture items as CUDA graphs, which share memory and replay in the order of a step."""
+
+import gc
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+
+from halley.lanes.cut import Item
+from halley.lanes.segment_compiler import Call
+
+
+def can_capture(item: Item) -> bool:
+    """Return whether a CUDA graph can replay an item: static sizes, no operator tagged unsafe."""
+    targets = [node.target for node in item.code.nodes] if item.code else []
+    unsafe = torch.Tag.cudagraph_unsafe
+    return item.is_static and not any(unsafe in getattr(each, "tags", ()) for each in targets)
+
+
+@final
+class SegmentGraphs:
+    """Captures items as CUDA graphs, which share a memory pool and replay in the order of capture.
+
+    A CUDA graph has the addresses of its tensors. So each microbatch and item has a graph of its
+    own, which copies inputs whose addresses may change. A graph may use the memory of values whose
+    last reader comes earlier in the order: the order is the same in each step. So a replay returns
+    tensors that do not own their memory.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+        gc.collect()  # frees CUDA objects now: freeing them during a capture would break it
+        torch.cuda.empty_cache()  # the pool needs the memory that earlier steps have freed
+
+    def capture(
+        self, call: Call, values: Sequence[Any], fixed: Sequence[bool], *, kept: Sequence[bool]
+    ) -> tuple[Call, list[bool]]:
+        """Capture ``call`` as a CUDA graph without running it; return a function that replays it.
+
+        The first replay must come before the next capture. Its results own their memory, and the
+        caller must keep them until their last reader has run: then later captures may use it.
+
+        Args:
+            values: tensors of the shapes to capture.
+            fixed: for each value, whether it keeps its address.
+            kept: for each result, whether no later capture may use its memory.
+
+        Returns:
+            The function, and for each result whether nothing but its replay writes to its memory.
+        """
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                inputs = [
+                    value if is_fixed else value.new_empty_strided(value.shape, value.stride())
+                    for value, is_fixed in zip(values, fixed, strict=True)
+                ]
+                owned = [call([*inputs])]
+            finally:
+                graph.capture_end()
+        copied = [
+            (at, _share_memory(inputs[at])) for at, is_fixed in enumerate(fixed) if not is_fixed
+        ]
+        num_users = Counter(map(_address, (*inputs, *owned[0])))
+        lasts = [
+            is_kept and num_users[_address(each)] == 1
+            for each, is_kept in zip(owned[0], kept, strict=True)
+        ]
+        outputs = [
+            each if is_own else _share_memory(each)
+            for each, is_own in zip(owned[0], lasts, strict=True)
+        ]
+
+        def replay(values: list[Any]) -> Sequence[Any]:
+            for at, copy in copied:
+                copy.copy_(values[at])
+            graph.replay()
+            return owned.pop() if owned else outputs
+
+        return replay, lasts
+
+
+def _address(value: Any) -> int:
+    """Return the address of a tensor's storage; 0 for a number."""
+    return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else 0
+
+
+def _share_memory(value: Any) -> Any:
+    """Return a tensor with the memory of another one, which it does not own; or a number as it is.
+
+    The memory must be that of a CUDA graph's pool, which stays mapped as long as the graph exists.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    storage = value.untyped_storage()
+    memory = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), value.device, storage.nbytes()
+    )
+    shared = torch.empty(0, dtype=value.dtype, device=value.device)
+    return shared.set_(memory, value.storage_offset(), value.shape, value.stride())
