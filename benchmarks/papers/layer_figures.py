@@ -21,6 +21,7 @@ from benchmarks.papers.paper_values import Value, make_values
 
 
 COMET, BASELINES = "COMET", paper.SYSTEMS[:-1]
+_MEGATRONS = ("Megatron-TE", "Megatron-Cutlass")
 # Cells of figure 9 to which the constants of ``FITTED`` are fitted; all others are test cells.
 CALIBRATION = tuple(
     f"{model} ({tp_size},{NUM_RANKS // tp_size}) M=4096"
@@ -89,14 +90,10 @@ def figure_8() -> list[Value]:
 def model_time(system: str, cell: paper.EndToEnd, constants: Constants = FITTED) -> float:
     """Simulate the forward of a model of figure 9, in ms; everything but MoE layers is given.
 
-    The paper shows the time without MoE layers. With few tokens the host bounds it, so its host
-    time is the least of a layout. With 8192 tokens and TP 1 the device bounds it.
+    The paper splits each time into the MoE layers and the rest. The sum assumes that nothing of one
+    runs under the other.
     """
     model = cell.model
-    same = [each for each in paper.figure_9() if each.model == model]
-    host_ms = min(each.attention_ms for each in same if each.tp_size == cell.tp_size)
-    most_ms = next(x.attention_ms for x in same if (x.tp_size, x.num_tokens) == (1, 8192))
-    device_ms = most_ms * cell.num_tokens / 8192 / cell.tp_size
     case = Case(
         num_tokens=cell.num_tokens // cell.tp_size,
         num_experts=model.num_experts,
@@ -104,10 +101,9 @@ def model_time(system: str, cell: paper.EndToEnd, constants: Constants = FITTED)
         hidden_size=model.hidden_size,
         intermediate_size=model.intermediate_size,
         tp_size=cell.tp_size,
-        attention_host_us=host_ms * 1e3 / model.num_layers,
-        attention_us=device_ms * 1e3 / model.num_layers,
     )
-    return layer_time(system, case, constants=constants).time_us * model.num_layers / 1e3
+    layer_us = layer_time(system, case, constants=constants).time_us
+    return cell.attention_ms + model.num_layers * layer_us / 1e3
 
 
 def figure_9() -> list[Value]:
@@ -229,23 +225,22 @@ def fit(start: Constants = FITTED) -> Constants:
 
 
 def _numbers(constants: Constants) -> dict[str, float]:
-    """Return the constants by name; the baselines share the host time before the dispatch."""
+    """Return the constants by name; both Megatrons read after the same share of a layer."""
     host = constants.host_us
-    numbers = {"gemm_share": constants.gemm_share, "before": host["Tutel"].before}
-    numbers[COMET] = host[COMET].before
-    for name in BASELINES:
-        numbers |= {f"{name} after": host[name].after, f"{name} expert": host[name].expert}
+    numbers = {f"{name} layer": each.before + each.after for name, each in host.items()}
+    numbers |= {f"{name} expert": host[name].expert for name in BASELINES}
+    numbers["before"] = host[_MEGATRONS[0]].before / numbers[f"{_MEGATRONS[0]} layer"]
+    numbers["gemm_share"] = constants.gemm_share
     return numbers
 
 
 def _constants(numbers: Mapping[str, float]) -> Constants:
-    host = {
-        name: HostTime(
-            before=numbers["before"],
-            after=numbers[f"{name} after"],
-            expert=numbers[f"{name} expert"],
+    host = {}
+    for name in paper.SYSTEMS:
+        before = numbers[f"{name} layer"] * (numbers["before"] if name in _MEGATRONS else 1.0)
+        host[name] = HostTime(
+            before=before,
+            after=numbers[f"{name} layer"] - before,
+            expert=numbers.get(f"{name} expert", 0.0),
         )
-        for name in BASELINES
-    }
-    host[COMET] = HostTime(before=numbers[COMET])
     return Constants(gemm_share=numbers["gemm_share"], host_us=host)

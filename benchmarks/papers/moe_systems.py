@@ -1,8 +1,8 @@
 """MoE systems of COMET's evaluation, each described by the tasks of one forward layer.
 
 A task runs on a stream of one rank: "host" launches, "compute" and "comm" execute. All ranks have
-the same load, so one rank is simulated; with an uneven load it is the rank with most tokens. The
-time of a layer is the period of a sequence of layers, in which the host may run ahead.
+the same load, so one rank is simulated; with an uneven load it is the rank with most tokens. A
+layer starts with an idle host and device, and ends when both have ended.
 """
 
 import math
@@ -63,9 +63,9 @@ L20 = Machine(
 class HostTime:
     """Host microseconds of one MoE layer of a system."""
 
-    before: float  # until the launch of the dispatch; after it the host reads the counts, if at all
-    after: float = 0.0  # from the read until the launch of the experts
-    expert: float = 0.0  # for each local expert, after the read
+    before: float  # until the host has read the counts
+    after: float = 0.0  # after the read, beside the device
+    expert: float = 0.0  # for each local expert
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,24 +77,20 @@ class Constants:
 
 
 FITTED = Constants(
-    gemm_share=0.72,
+    gemm_share=0.75,
     host_us={
-        "Megatron-TE": HostTime(before=1300.0, after=1390.0, expert=37.0),
-        "Megatron-Cutlass": HostTime(before=1300.0, after=850.0, expert=14.0),
-        "FasterMoE": HostTime(before=1300.0, after=1380.0, expert=650.0),
-        "Tutel": HostTime(before=1300.0, after=970.0, expert=86.0),
-        "COMET": HostTime(before=1080.0),
+        "Megatron-TE": HostTime(before=943.0, after=1898.0, expert=32.9),
+        "Megatron-Cutlass": HostTime(before=715.0, after=1439.0, expert=13.0),
+        "FasterMoE": HostTime(before=1356.0, expert=776.0),
+        "Tutel": HostTime(before=1457.0, expert=113.0),
+        "COMET": HostTime(before=1073.0),
     },
 )
 # Not fitted. Host time to launch a chunk: about 12 launches of 6 us, as in Halley's H100.
-# FasterMoE splits tokens in two, Tutel takes the best of four numbers of chunks.
 _CHUNK_US = 72.0
-_NUM_CHUNKS = {"FasterMoE": (2,), "Tutel": (1, 2, 4, 8)}
 # Rate of one communication CTA. With it, 26 CTAs are best for TP 8 and M 16384 (figure 8).
-_CTA_BYTES_PER_S = 4.0e9
+_CTA_BYTES_PER_S = 4.4e9
 _NUM_COLUMN_CHUNKS = 8  # of the second GEMM; from the source of Flux
-_COMM_CTAS = tuple(range(2, 65, 4))
-_NUM_LAYERS = 6  # in the simulated sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +104,6 @@ class Case:
     intermediate_size: int
     tp_size: int = 1
     skew: float = 1.0  # tokens of the busiest expert over the mean
-    # Host and device time of everything before the layer in a model; 0 for a layer alone.
-    attention_host_us: float = 0.0
-    attention_us: float = 0.0
 
     @property
     def ep_size(self) -> int:
@@ -152,6 +145,7 @@ class LayerTime:
     """Simulated time of one layer, and the share of its communication that runs under GEMMs."""
 
     time_us: float
+    device_us: float  # until the device has ended; the best choice has the least
     hidden_share: float
     choice: int  # number of chunks, or of communication CTAs
 
@@ -160,46 +154,25 @@ def layer_time(
     system: str, case: Case, *, machine: Machine = H800, constants: Constants = FITTED
 ) -> LayerTime:
     """Simulate one forward layer of a system, with its best number of chunks or CTAs."""
-    host = constants.host_us[system]
-    if system == "COMET":
-        choices, build = _COMM_CTAS, _comet_layer
-    elif system in _NUM_CHUNKS:  # FasterMoE and Tutel ran with EP 8 in all layouts
-        choices, build, case = _NUM_CHUNKS[system], _chunked_layer, replace(case, tp_size=1)
-    else:
-        choices, build = (1,), _megatron_layer
+    build, choices = _SYSTEMS[system]
+    host, share = constants.host_us[system], constants.gemm_share
+    is_chunked = system in ("FasterMoE", "Tutel")
+    if is_chunked:  # they ran with EP 8 in all layouts
+        case = replace(case, tp_size=1)
     times = []
     for number in choices:
-        parts = number if build is _chunked_layer else 1
-        costs = _find_costs(case, machine, share=constants.gemm_share, parts=parts)
-        times.append(_period(build(case, costs, host, number=number), choice=number))
-    return min(times, key=lambda each: each.time_us)
+        costs = _find_costs(case, machine, share=share, parts=number if is_chunked else 1)
+        times.append(_time_of(build(case, costs, host, number=number), choice=number))
+    return min(times, key=lambda each: each.device_us)
 
 
-def _period(layer: list[Task], *, choice: int) -> LayerTime:
-    """Return the time of a layer in a sequence of equal layers, and what its last one hides.
-
-    A task that needs "previous.NAME" needs the task NAME of the layer before.
-    """
-    tasks: list[Task] = []
-    for at in range(_NUM_LAYERS):
-        prefixes = {True: f"{at - 1}.", False: f"{at}."}
-        for task in layer:
-            needs = tuple(
-                prefixes[name.startswith("previous.")] + name.removeprefix("previous.")
-                for name in task.needs
-                if at > 0 or not name.startswith("previous.")
-            )
-            tasks.append(replace(task, name=f"{at}.{task.name}", needs=needs))
+def _time_of(tasks: list[Task], *, choice: int) -> LayerTime:
     spans = simulate(tasks)
-    half_us, end_us = (
-        max(span.end_us for span in spans[: len(layer) * count])
-        for count in (_NUM_LAYERS // 2, _NUM_LAYERS)
-    )
-    last = spans[-len(layer) :]
-    comm = [span for span in last if span.stream == "comm"]
-    compute = [span for span in last if span.stream == "compute"]
+    comm = [span for span in spans if span.stream == "comm"]
+    compute = [span for span in spans if span.stream == "compute"]
     return LayerTime(
-        time_us=(end_us - half_us) / (_NUM_LAYERS - _NUM_LAYERS // 2),
+        time_us=max(span.end_us for span in spans),
+        device_us=max(span.end_us for span in (*comm, *compute)),
         hidden_share=1 - exposed_us(comm, compute) / sum(span.duration_us for span in comm),
         choice=choice,
     )
@@ -211,21 +184,20 @@ class _Costs:
 
     gemm_us: float  # each of the two grouped GEMMs
     activation_us: float
-    permute_us: float  # gather of the rows that a rank sends
-    sort_us: float  # order of received rows by local expert; 0 for one local expert
-    reduce_us: float  # weighted sum of the rows of each token
+    sent_us: float  # one read or write of the rows that a rank sends
+    rows_us: float  # one read or write of the rows that a rank computes
     machine: Machine
 
     @property
     def experts_us(self) -> float:
-        return 2 * self.gemm_us + self.activation_us + 2 * self.sort_us
+        return 2 * self.gemm_us + self.activation_us
 
     def all_to_all_us(self, num_bytes: float) -> float:
         return Predictor(self.machine.hardware).all_to_all_us(num_bytes)
 
 
 def _find_costs(case: Case, machine: Machine, *, share: float, parts: int = 1) -> _Costs:
-    """Return the costs of one of ``parts`` equal chunks of the tokens."""
+    """Return the costs of one of ``parts`` equal chunks of the tokens; ``sent_us`` is of all."""
     hardware, predictor = machine.hardware, Predictor(machine.hardware)
     rows, size = case.num_rows / parts, case.hidden_size
     width = case.intermediate_size // case.tp_size
@@ -236,9 +208,8 @@ def _find_costs(case: Case, machine: Machine, *, share: float, parts: int = 1) -
     return _Costs(
         gemm_us=gemm_s * 1e6 + hardware.kernel_us,
         activation_us=predictor.memory_us(2 * rows * width * _ITEMSIZE),
-        permute_us=predictor.memory_us(2 * case.num_tokens * case.top_k * case.token_bytes),
-        sort_us=predictor.memory_us(2 * rows * case.token_bytes) if case.num_local > 1 else 0.0,
-        reduce_us=predictor.memory_us((case.top_k + 1) * case.num_tokens * case.token_bytes),
+        sent_us=predictor.memory_us(case.num_tokens * case.top_k * case.token_bytes),
+        rows_us=predictor.memory_us(rows * case.token_bytes),
         machine=machine,
     )
 
@@ -247,56 +218,78 @@ def _task(name: str, stream: str, duration_us: float, *needs: str) -> Task:
     return Task(name=name, stream=stream, duration_us=duration_us, needs=needs)
 
 
-def _attention(case: Case, last: str) -> list[Task]:
-    """Everything before the MoE layer, after the task ``last`` of the previous layer."""
-    return [
-        _task("launch attention", "host", case.attention_host_us),
-        _task("attention", "compute", case.attention_us, "launch attention", f"previous.{last}"),
-    ]
-
-
 def _megatron_layer(case: Case, cost: _Costs, host: HostTime, *, number: int) -> list[Task]:
     """One operation after another; the host reads the counts after the dispatch.
 
     The dispatcher is the one that moves fewer bytes: an all-to-all of rows, or an all-gather of
-    tokens with a reduce-scatter.
+    tokens with a reduce-scatter. Each orders and weights rows by operations of PyTorch. The
+    comments have their reads and writes of all rows, from its dispatchers.
     """
     comm_us = cost.all_to_all_us(min(case.row_bytes, case.all_gather_bytes))
+    tokens = 1 / case.top_k  # one read or write of tokens, relative to that of their rows
+    local_us = cost.rows_us if case.num_local > 1 else 0.0  # one expert needs no order
+    if case.row_bytes <= case.all_gather_bytes:
+        # index_select (2), zeros and index_copy (3), at the end weights (2) and a sum (1) as well.
+        permute_us, restore_us = 2 * cost.sent_us, (6 + tokens) * cost.sent_us
+        sort_us, unsort_us = 2 * local_us, 3 * local_us
+    else:
+        # gather (2), zeros and scatter_add (4), by expert and of all tokens, and weights (2).
+        permute_us, restore_us = 0.0, 0.0
+        sort_us = 2 * local_us + 2 * cost.rows_us
+        unsort_us = 4 * local_us + (5 + tokens) * cost.rows_us
     return [
-        *_attention(case, "restore"),
         _task("launch dispatch", "host", host.before),
-        _task("permute", "compute", cost.permute_us, "launch dispatch"),
+        _task("permute", "compute", permute_us, "launch dispatch"),
         _task("dispatch", "comm", comm_us, "permute"),
-        _task("launch experts", "host", host.after + host.expert * case.num_local, "dispatch"),
-        _task("experts", "compute", cost.experts_us, "launch experts"),
+        _task("launch experts", "host", host.expert * case.num_local, "dispatch"),
+        _task("experts", "compute", sort_us + cost.experts_us + unsort_us, "launch experts"),
+        _task("launch the rest", "host", host.after),  # while the device executes the experts
         _task("combine", "comm", comm_us, "experts"),
-        _task("restore", "compute", cost.reduce_us, "combine"),
+        _task("restore", "compute", restore_us, "combine"),
     ]
 
 
-def _chunked_layer(case: Case, cost: _Costs, host: HostTime, *, number: int) -> list[Task]:
+def _faster_moe_layer(case: Case, cost: _Costs, host: HostTime, *, number: int) -> list[Task]:
+    """Chunks of tokens; the host launches each local expert of a chunk."""
+    experts = (host.expert / number,) * case.num_local
+    return _chunked_layer(case, cost, host.before, experts_us=experts, num_chunks=number)
+
+
+def _tutel_layer(case: Case, cost: _Costs, host: HostTime, *, number: int) -> list[Task]:
+    """Chunks of tokens; one batched GEMM for all local experts of a chunk."""
+    gate_us = host.before + host.expert * case.num_local
+    return _chunked_layer(case, cost, gate_us, experts_us=(0.0,), num_chunks=number)
+
+
+def _chunked_layer(
+    case: Case, cost: _Costs, gate_us: float, *, experts_us: tuple[float, ...], num_chunks: int
+) -> list[Task]:
     """All-to-alls of chunks of tokens under the experts of other chunks.
 
-    The host reads the counts of the gate before it launches the chunks.
+    The host reads the counts of the gate before it launches the chunks. ``experts_us`` has the host
+    time of each launch of experts in a chunk.
     """
-    comm_us = cost.all_to_all_us(case.row_bytes / number)
-    launch_us = host.expert * case.num_local / number + _CHUNK_US / 2
+    comm_us = cost.all_to_all_us(case.row_bytes / num_chunks)
+    order_us = 4 * cost.rows_us if case.num_local > 1 else 0.0  # rows by local expert, and back
+    compute_us = (cost.experts_us + order_us) / len(experts_us)
     dispatches, experts = [], []
-    for c in range(number):
+    for c in range(num_chunks):
         dispatches.append(_task(f"launch dispatch {c}", "host", _CHUNK_US / 2))
         dispatches.append(_task(f"dispatch {c}", "comm", comm_us, f"launch dispatch {c}"))
-        needs = (f"dispatch {c}", f"launch experts {c}")
-        experts.append(_task(f"launch experts {c}", "host", launch_us))
-        experts.append(_task(f"experts {c}", "compute", cost.experts_us, *needs))
-        experts.append(_task(f"combine {c}", "comm", comm_us, f"experts {c}"))
+        experts.append(_task(f"launch combine {c}", "host", _CHUNK_US / 2))
+        for i, launch_us in enumerate(experts_us):
+            name = f"experts {c} {i}"
+            experts.append(_task(f"launch {name}", "host", launch_us))
+            experts.append(_task(name, "compute", compute_us, f"dispatch {c}", f"launch {name}"))
+        experts.append(_task(f"combine {c}", "comm", comm_us, name))
+    combines = (f"combine {c}" for c in range(num_chunks))
     return [
-        *_attention(case, "restore"),
-        _task("launch gate", "host", host.before),
-        _task("permute", "compute", cost.permute_us, "launch gate"),
-        _task("read counts", "host", host.after, "permute"),
+        _task("gate", "host", gate_us),
+        _task("permute", "compute", 2 * cost.sent_us, "gate"),
+        _task("read counts", "host", 0.0, "permute"),
         *dispatches,
         *experts,
-        _task("restore", "compute", cost.reduce_us, *(f"combine {c}" for c in range(number))),
+        _task("restore", "compute", (1 + 1 / case.top_k) * cost.sent_us, *combines),
     ]
 
 
@@ -305,7 +298,8 @@ def _comet_layer(case: Case, cost: _Costs, host: HostTime, *, number: int) -> li
 
     Copy engines gather the tokens of one rank after another, and the GEMM computes own rows first.
     The second GEMM computes columns in chunks. ``number`` CTAs sum and send the chunks that are
-    complete, and the GEMM has the other SMs.
+    complete, and the GEMM has the other SMs. The artifact precomputes the counts, so the host waits
+    for no result of the gate and launches the kernels while the device executes others.
     """
     machine, num_chunks = cost.machine, _NUM_COLUMN_CHUNKS
     copy_us = case.all_gather_bytes / (NUM_RANKS - 1) / machine.copy_bytes_per_s * 1e6
@@ -320,11 +314,20 @@ def _comet_layer(case: Case, cost: _Costs, host: HostTime, *, number: int) -> li
         second.append(_task(f"second {c}", "compute", second_us))
         second.append(_task(f"send {c}", "comm", send_us, f"second {c}"))
     return [
-        *_attention(case, second[-1].name),
         _task("launch", "host", host.before),
-        *(_task(f"copy {r}", "comm", copy_us, "launch", "attention") for r in remote),
-        _task("first 0", "compute", first_us, "launch"),
+        *(_task(f"copy {r}", "comm", copy_us) for r in remote),
+        _task("first 0", "compute", first_us),
         *(_task(f"first {r}", "compute", first_us, f"copy {r}") for r in remote),
         _task("activation", "compute", cost.activation_us),
         *second,
     ]
+
+
+# The tasks of each system, and its numbers of chunks or communication CTAs.
+_SYSTEMS = {
+    "Megatron-TE": (_megatron_layer, (1,)),
+    "Megatron-Cutlass": (_megatron_layer, (1,)),
+    "FasterMoE": (_faster_moe_layer, (2,)),
+    "Tutel": (_tutel_layer, (1, 2, 4, 8)),
+    "COMET": (_comet_layer, tuple(range(2, 65, 4))),
+}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 
 READING_ERROR_MS = 2.0  # of a bar of COMET's figure 9, read from the image
+TIE_MS = 2 * READING_ERROR_MS  # each bar of a pair has a reading error
 SYSTEMS = ("Megatron-TE", "Megatron-Cutlass", "FasterMoE", "Tutel", "COMET")
 
 
