@@ -200,7 +200,7 @@ def _workload(case: GraphCase, groups: ParallelGroups, key: Key) -> Row:
     figures = "median_us p10_us p90_us floor_us exposed_comm_us comm_us predicted_us"
     figures += " predicted_exposed_us predicted_over_measured compile_s optimise_s plan_s peak_mib"
     figures += " max_rel_err bit_equal num_differing differing filled_windows"
-    figures += " num_lanes moves_units planned_peak_bytes"
+    figures += " num_lanes moves_units planned_peak_bytes planned_total_bytes"
     figures += " sm_margins baseline speedup exposed_over_baseline peak_over_none error"
     return {
         "case": "graph",
@@ -257,6 +257,7 @@ def _figures(
     if each.lanes is not None and (plan := each.lanes.plan) is not None:
         row["num_lanes"], row["moves_units"] = plan.num_lanes, plan.moves_units
         row["planned_peak_bytes"], row["sm_margins"] = plan.peak_bytes, plan.sm_margins
+        row["planned_total_bytes"] = plan.total_bytes
     if each.reports:
         planning_s = sum(report.planning_s for report in each.reports)
         measuring_s = sum(report.measuring_s for report in each.reports)

@@ -113,7 +113,7 @@ class Workshop:
         name = f"{variant} {setting}".strip()
         before = self._allocated_bytes()
         with warnings.catch_warnings(action="ignore"):  # warnings of torch about its tracing
-            warnings.filterwarnings("default", message="halley")
+            warnings.filterwarnings("default", message="halley|microbatches|the batch is not")
             ready = _alike_on_all(lambda: self._prepare(variant, setting), name, groups=self.groups)
         gc.collect()
         if self.device.type == "cuda":

@@ -214,10 +214,25 @@ def _predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
     sources = map(result_of, node.all_input_nodes)
     moved = sum(map(sizes.num_bytes, sources)) + sizes.num_bytes(result_of(node))
     memory_us = max(predictor.memory_us(moved, num_ops=0), kernel_us)
-    if not is_gemm(node) and not _is_attention(node):
-        return memory_us
-    arithmetic_s = _gemm_flops(node, sizes) / predictor.hardware.gemm_flops_per_s
-    return max(memory_us, arithmetic_s * 1e6 + kernel_us)
+    gemm_us = arithmetic_us(node, predictor, sizes)
+    return max(memory_us, gemm_us + kernel_us) if gemm_us else memory_us
+
+
+def arithmetic_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
+    """Predict the arithmetic time in us of GEMMs, attention and the head; 0 for other nodes."""
+    if operator_name(node) == "halley::head_loss":
+        arguments = _named_arguments(node)
+        hidden, weight = (
+            sizes.shape(cast(torch.Tensor, result_of(arguments[name])))
+            for name in ("hidden", "weight")
+        )
+        num_gemms = 3 if arguments["with_gradients"] else 1
+        flops = 2.0 * num_gemms * math.prod(hidden) * weight[0]
+    elif is_gemm(node) or _is_attention(node):
+        flops = _gemm_flops(node, sizes)
+    else:
+        return 0.0
+    return flops / predictor.hardware.gemm_flops_per_s * 1e6
 
 
 def exchanged_bytes(node: fx.Node, sizes: Sizes) -> int:

@@ -165,6 +165,7 @@ class Task:
     duration_us: float  # the time that the task takes alone
     needs: tuple[str, ...] = ()  # names of tasks, of any rank, that must end before this one
     rank: int = 0
+    memory_share: float = 0.0  # of a "compute" task: share of the time that memory limits
 
 
 def check_routing(routing: Routing, *, num_tokens: int, num_experts: int) -> None:

@@ -1,7 +1,7 @@
 """Discrete-event simulator: predict when tasks with dependencies run on streams of ranks."""
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -24,16 +24,23 @@ class Contention:
     """
 
     compute: float = 1.0  # computation time during communication, divided by its time alone
-    comm: float = 1.0  # communication time during computation, divided by its time alone
+    comm: float = 1.0  # communication time during GEMMs, divided by its time alone
+    comm_beside_memory: float = 1.0  # the same during computation that memory limits
     sm_margin: int = 0  # SMs that dense GEMMs leave free for communication
     grouped_sm_margin: int = 0  # SMs that grouped GEMMs leave free for communication
 
     def __post_init__(self) -> None:
         check_fields(self)
         limits = {"sm_margin": 0, "grouped_sm_margin": 0, "compute": 1, "comm": 1}
+        limits["comm_beside_memory"] = 1
         for name, least in limits.items():
             if (value := getattr(self, name)) < least:
                 raise ValueError(f"{name} ({value}) must be at least {least}")
+
+    def comm_beside(self, memory_share: float) -> float:
+        """Return the factor of communication beside computation that memory limits in part."""
+        beside_memory = max(self.comm, self.comm_beside_memory)
+        return 1.0 / ((1.0 - memory_share) / self.comm + memory_share / beside_memory)
 
 
 NO_CONTENTION = Contention()
@@ -87,7 +94,8 @@ def _simulate_contention(tasks: Sequence[Task], contention: Contention) -> list[
                 starts_us[lane], left_us[lane] = now_us, queue[0].duration_us
         if all(left > _ROUNDING_US for left in left_us.values()):
             # The speeds of all running tasks are constant until the next task ends.
-            rates = {lane: _rate(lane, left_us, contention) for lane in left_us}
+            running = {lane: waiting[lane][0] for lane in left_us}
+            rates = {lane: _rate(lane, running, contention) for lane in running}
             step_us = min(left / rates[lane] for lane, left in left_us.items())
             now_us += step_us
             for lane, rate in rates.items():
@@ -100,15 +108,21 @@ def _simulate_contention(tasks: Sequence[Task], contention: Contention) -> list[
 
 
 def _rate(
-    lane: tuple[int, str], running: Iterable[tuple[int, str]], contention: Contention
+    lane: tuple[int, str], running: Mapping[tuple[int, str], Task], contention: Contention
 ) -> float:
     """Return the speed of the task that runs on a (rank, stream): below 1.0 if others slow it."""
     rank, stream = lane
     is_comm = stream == _COMM
-    overlaps = stream != HOST and any(
-        each == rank and other != HOST and (other == _COMM) != is_comm for each, other in running
-    )
-    return 1.0 / (contention.comm if is_comm else contention.compute) if overlaps else 1.0
+    others = [
+        task
+        for (each, other), task in running.items()
+        if each == rank and HOST not in (stream, other) and (other == _COMM) != is_comm
+    ]
+    if not others:
+        return 1.0
+    if not is_comm:
+        return 1.0 / contention.compute
+    return 1.0 / max(contention.comm_beside(task.memory_share) for task in others)
 
 
 def makespan_us(tasks: list[Task]) -> float:
@@ -133,6 +147,7 @@ class Operation:
     needs: tuple[int, ...] = ()  # indices of the operations that must end before this one
     host_us: float = 0.0  # host time to launch the operation
     is_read: bool = False  # the host reads the result, so it waits for the end of the operation
+    memory_share: float = 0.0  # share of the time that memory limits
 
     def __post_init__(self) -> None:
         # Plans have thousands of operations and ``check_choice`` is slow: call it only to raise.
@@ -175,7 +190,15 @@ def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[T
             tasks.append(Task(name=issued, stream=HOST, duration_us=host_us, needs=read))
             needs = (*needs, issued)
             last_read = ""
-        tasks.append(Task(name=name, stream=stream, duration_us=duration_us, needs=needs))
+        tasks.append(
+            Task(
+                name=name,
+                stream=stream,
+                duration_us=duration_us,
+                needs=needs,
+                memory_share=operation.memory_share,
+            )
+        )
         ends[index] = (name,)
         if stream == "compute":
             last_compute = name

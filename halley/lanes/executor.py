@@ -35,7 +35,7 @@ class _Action:
     reads: tuple[tuple[int, str], ...]  # the inputs, as pairs of a microbatch and a name
     last_reads: tuple[bool, ...]  # for each input, whether this is the last item that reads it
     is_read: tuple[bool, ...]  # for each output, whether a later item or the caller reads it
-    # Outputs whose memory stays as it is until the item runs in the next step.
+    # Of a CUDA graph: outputs whose memory nothing else uses until the item runs in the next step.
     lasting: frozenset[str] = frozenset()
 
 
@@ -235,10 +235,6 @@ def _run(
     ]
     with recorder.span(action.name, stream=action.stream):
         results = action.call(args)
-    for name, value, is_read in zip(item.outputs, results, action.is_read, strict=True):
-        if is_read:
-            values[action.microbatch][name] = value
-    if item.gradients:
         produced = dict(zip(item.outputs, results, strict=True))
         for name, position in item.gradients:
             gradients.add(
@@ -247,6 +243,9 @@ def _run(
                 microbatch=action.microbatch,
                 lasts=name in action.lasting,
             )
+    for name, value, is_read in zip(item.outputs, results, action.is_read, strict=True):
+        if is_read:
+            values[action.microbatch][name] = value
 
 
 def _sum(lanes: Lanes, values: list[torch.Tensor]) -> tuple[torch.Tensor]:

@@ -43,12 +43,14 @@ class StorageRecorder:
     Attributes:
         calls: the functions of the items; the first call of each microbatch is recorded.
         storages: the record so far.
+        inside_bytes: on GPUs, most bytes that an item has allocated at a time, with its results.
     """
 
     def __init__(
         self, items: Sequence[Item], calls: Sequence[Call], *, num_microbatches: int
     ) -> None:
         self.storages: dict[tuple[int, int], tuple[ResultStorage, ...]] = {}
+        self.inside_bytes: dict[tuple[int, int], int] = {}
         self.calls: list[Call] = [
             partial(self._record, index, item, call)
             for index, (item, call) in enumerate(zip(items, calls, strict=True))
@@ -60,7 +62,14 @@ class StorageRecorder:
         if (microbatch := self._num_calls[index]) == self._num_microbatches:
             return call(args)
         inputs = [*args]  # alive during the call: no result can get the storage of a freed input
+        on_gpu = any(isinstance(each, torch.Tensor) and each.is_cuda for each in inputs)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
         results = call(args)
+        if on_gpu:
+            inside_bytes = torch.cuda.max_memory_allocated() - before
+            self.inside_bytes[microbatch, index] = inside_bytes
         self.storages[microbatch, index] = _describe(item, [*inputs, *results])
         self._num_calls[index] += 1
         return results
@@ -79,6 +88,24 @@ def _describe(item: Item, values: Sequence[Any]) -> tuple[ResultStorage, ...]:
     return tuple(found[len(item.inputs) :])
 
 
+def predict_total(
+    items: Sequence[Item],
+    storages: Storages,
+    order: Order,
+    inside_bytes: Mapping[tuple[int, int], int],
+) -> int:
+    """Return the largest number of bytes of values, ``.grad`` and memory inside of items.
+
+    Inputs of the step are not counted. ``inside_bytes`` is that of ``StorageRecorder``.
+    """
+    ends = _find_ends(items, order)
+    # The gradients of the first microbatch are ``.grad``, or are as many bytes.
+    ends |= {(0, name): len(order) for item in items for name, _ in item.gradients}
+    alive = [0, *_alive_bytes(items, storages, order, ends)]
+    inside = [inside_bytes.get(each, 0) for each in order]
+    return max(*alive, *(before + more for before, more in zip(alive[:-1], inside, strict=True)))
+
+
 def predict_peak(items: Sequence[Item], storages: Storages, order: Order) -> int:
     """Return the largest number of bytes of values that are alive after an item of ``order``.
 
@@ -86,14 +113,23 @@ def predict_peak(items: Sequence[Item], storages: Storages, order: Order) -> int
     A gradient is alive until the same gradient of all earlier microbatches is there. Inputs of the
     step (parameters and the batch), ``.grad``, and memory inside of items are not counted.
     """
-    ends = _find_ends(items, order)
+    return max(0, *_alive_bytes(items, storages, order, _find_ends(items, order)))
+
+
+def _alive_bytes(
+    items: Sequence[Item],
+    storages: Storages,
+    order: Order,
+    ends: Mapping[tuple[int, str], int],
+) -> list[int]:
+    """Return the bytes of values that are alive after each item of ``order``."""
     ending: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for value, at in ends.items():
         ending[at].append(value)
     owners: dict[tuple[int, str], tuple[int, str]] = {}
     num_bytes: dict[tuple[int, str], int] = {}  # by owner; those of inputs of the step are missing
     num_alive: Counter[tuple[int, str]] = Counter()  # by owner: values of its storage
-    alive = peak = 0
+    alive, found = 0, list[int]()
     for at, (microbatch, index) in enumerate(order):
         item = items[index]
         for name, result in zip(item.outputs, storages.get((microbatch, index), ()), strict=False):
@@ -109,8 +145,8 @@ def predict_peak(items: Sequence[Item], storages: Storages, order: Order) -> int
                 owner = owners[value]
                 num_alive[owner] -= 1
                 alive -= num_bytes.get(owner, 0) if num_alive[owner] == 0 else 0
-        peak = max(peak, alive)
-    return peak
+        found.append(alive)
+    return found
 
 
 def _find_ends(items: Sequence[Item], order: Order) -> dict[tuple[int, str], int]:

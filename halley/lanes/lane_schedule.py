@@ -8,21 +8,19 @@ in waits that no other lane hides:
     link         |= D0 =|= D1 =|= C0 =|= C1 =|      |= B0 =|= B1 =|
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from random import Random
-from statistics import median
 from types import MappingProxyType
 from typing import TypeVar, final
 
-from halley.core.timeline import Span
-from halley.cost.simulate import NO_CONTENTION, Contention, GraphTime, Operation, graph_time
+from halley.cost.simulate import NO_CONTENTION, Contention, GraphTime
 from halley.lanes.cut import Item
-from halley.lanes.executor import Order, find_missing, span_item
-from halley.lanes.lane_memory import Storages, predict_peak
+from halley.lanes.executor import Order, find_missing
+from halley.lanes.lane_memory import Storages, predict_peak, predict_total
+from halley.lanes.lane_times import overlapped, predict
 
 
 _T = TypeVar("_T")
@@ -49,6 +47,7 @@ class LanePlan:
     sm_margins: tuple[int, int] = (0, 0)  # SMs that dense and grouped GEMMs leave free
     peak_bytes: int = 0  # predicted for this order
     peak_bytes_before: int = 0  # predicted for one microbatch after another
+    total_bytes: int = 0  # ``rest_bytes`` and ``predict_total`` of this order
 
 
 def plan_lanes(
@@ -60,6 +59,9 @@ def plan_lanes(
     storages: Storages = MappingProxyType({}),
     max_bytes: int | None = None,
     contention: Contention = NO_CONTENTION,
+    memory_shares: Sequence[float] | None = None,
+    rest_bytes: int = 0,
+    inside_bytes: Mapping[tuple[int, int], int] = MappingProxyType({}),
 ) -> LanePlan:
     """Simulate several orders of the items of a step, and return the plan with the fastest order.
 
@@ -68,26 +70,29 @@ def plan_lanes(
         max_lanes: most microbatches that may be unfinished at a time.
         storages: of the results of the items.
         max_bytes: most bytes of the values between items; None for no limit.
-        contention: of GEMMs and transfers.
+        contention: of computation and transfers.
+        memory_shares: result of ``find_memory_shares``; None for no item that memory limits.
+        rest_bytes: memory that is allocated before a step.
+        inside_bytes: memory inside of items, as recorded by ``StorageRecorder``.
 
     Raises:
         ValueError: each order needs more than ``max_bytes``.
     """
+    shares = memory_shares or [0.0] * len(items)
     makers = list(
         _schedulers(
             items,
-            durations_us,
+            overlapped(items, durations_us, shares, contention),
             num_microbatches=num_microbatches,
             max_lanes=max_lanes,
-            contention=contention,
         )
     )
     orders: list[Order] = [make().run() for make in makers]
-    times = [predict(items, durations_us, order, contention) for order in orders]
+    times = [predict(items, durations_us, order, contention, shares) for order in orders]
     fastest = min(range(len(orders)), key=lambda at: times[at].makespan_us)
     makers.append(makers[fastest])
     orders.append(_improve(makers[fastest]))
-    times.append(predict(items, durations_us, orders[-1], contention))
+    times.append(predict(items, durations_us, orders[-1], contention, shares))
     peaks = [predict_peak(items, storages, order) for order in orders]
     allowed = [at for at, peak in enumerate(peaks) if max_bytes is None or peak <= max_bytes]
     if not allowed:
@@ -107,6 +112,7 @@ def plan_lanes(
         sm_margins=(contention.sm_margin, contention.grouped_sm_margin) if best else (0, 0),
         peak_bytes=peaks[best],
         peak_bytes_before=peaks[0],
+        total_bytes=rest_bytes + predict_total(items, storages, orders[best], inside_bytes),
     )
 
 
@@ -122,7 +128,7 @@ def schedules(
     The first order runs one microbatch after another. Arguments as for ``plan_lanes``.
     """
     limits = {"num_microbatches": num_microbatches, "max_lanes": max_lanes}
-    for make in _schedulers(items, durations_us, **limits, contention=NO_CONTENTION):
+    for make in _schedulers(items, durations_us, **limits):
         scheduler = make()
         yield scheduler.num_lanes, scheduler.moves_units, scheduler.run()
 
@@ -133,21 +139,15 @@ def _schedulers(
     *,
     num_microbatches: int,
     max_lanes: int,
-    contention: Contention,
 ) -> Iterator[Callable[..., "_ListScheduler"]]:
     """Yield functions that make the schedulers; the first one runs microbatches in turn."""
-    # In most orders, nearly all computation runs beside a transfer.
-    overlapped_us = [
-        duration_us * (contention.comm if item.kind == "start" else contention.compute)
-        for item, duration_us in zip(items, durations_us, strict=True)
-    ]
     for num_lanes in range(1, min(max_lanes, num_microbatches) + 1):
         for moves_units in (False, True):
             for lag in (0, len(items) // num_lanes) if num_lanes > 1 else (0,):
                 yield partial(
                     _ListScheduler,
                     items,
-                    overlapped_us,
+                    durations_us,
                     num_lanes=num_lanes,
                     moves_units=moves_units,
                     lag=lag,
@@ -175,58 +175,6 @@ def _improve(make: Callable[..., "_ListScheduler"]) -> Order:
         if trial.clock_us <= best.clock_us:
             best, exceptions = trial, changed
     return best.order
-
-
-def measured_durations(
-    items: Sequence[Item], keys: Sequence[str], steps: Sequence[Sequence[Span]]
-) -> list[float]:
-    """Return the microseconds of each item, from spans of microbatches that ran one after another.
-
-    Items with the same hash in ``keys`` get their median duration. A wait gets 0. A start gets the
-    shortest time, over microbatches and steps, from its start to the end of its wait: longer times
-    contain delays of other ranks.
-    """
-    times_us: dict[str, list[float]] = defaultdict(list)
-    links_us: dict[int, float] = {}
-    for spans in steps:
-        by_item = {span_item(span.name): span for span in spans}
-        for (microbatch, index), span in by_item.items():
-            times_us[keys[index]].append(span.duration_us)
-            for need in items[index].needs if items[index].kind == "wait" else ():
-                if items[need].kind == "start":
-                    link_us = span.end_us - by_item[microbatch, need].start_us
-                    links_us[need] = min(link_us, links_us.get(need, inf))
-    durations_us = [median(times_us[key]) for key in keys]
-    for at, item in enumerate(items):
-        if item.kind in ("start", "wait"):
-            durations_us[at] = links_us.get(at, 0.0)
-    return durations_us
-
-
-def predict(
-    items: Sequence[Item],
-    durations_us: Sequence[float],
-    order: Order,
-    contention: Contention = NO_CONTENTION,
-) -> GraphTime:
-    """Predict the times of a step that runs its items in ``order``."""
-    num_microbatches = len({microbatch for microbatch, _ in order})
-    operations = [
-        Operation(
-            name=f"{microbatch}.{index}",
-            role=item.kind if item.kind in ("start", "wait") else "compute",
-            duration_us=durations_us[index],
-            needs=tuple(
-                lane * len(items) + need
-                for lane, need in item.all_needs(microbatch, num_microbatches)
-            ),
-            is_read=item.kind == "host",
-        )
-        for microbatch in range(num_microbatches)
-        for index, item in enumerate(items)
-    ]
-    flat = [microbatch * len(items) + index for microbatch, index in order]
-    return graph_time(operations, flat, contention)
 
 
 @final

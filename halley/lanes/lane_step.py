@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, final, get_args
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from halley.compiler.consensus import Consensus, compare_graphs, share_in_groups
 from halley.compiler.graph_analysis import is_random
@@ -24,12 +24,14 @@ from halley.compiler.group_cost import measure_group_contention
 from halley.compiler.pipeline import device_of
 from halley.core.timeline import Recorder, Span
 from halley.core.validation import build, check_choice, check_type
+from halley.cost.hardware import predictor_of
 from halley.cost.simulate import NO_CONTENTION
 from halley.lanes.capture import TANGENT, Arguments, Capture, Inner, StepGraphs
 from halley.lanes.cut import cut_step
 from halley.lanes.executor import Executor, Order, one_after_another
 from halley.lanes.lane_memory import StorageRecorder
-from halley.lanes.lane_schedule import LanePlan, measured_durations, plan_lanes
+from halley.lanes.lane_schedule import LanePlan, plan_lanes
+from halley.lanes.lane_times import find_memory_shares, measured_durations
 from halley.lanes.segment_compiler import SegmentCompiler
 from halley.ops.sharded_parameters import ShardedParameters
 
@@ -67,7 +69,8 @@ def compile_step(
     GEMMs. Losses and gradients are equal bit for bit to those of one microbatch after another.
 
     On a GPU, ``.grad`` may have memory that the next step writes to. That step moves a ``.grad``
-    that still exists to other memory, but not views of it: clone views that must live longer.
+    that still exists to other memory, but not views of it: clone views that must live longer. The
+    first step resets torch's peak memory statistics.
 
     Args:
         loss_function: a module or a function of tensors that returns a scalar loss. It must be one
@@ -265,6 +268,7 @@ class _Program:
             raise ValueError(self._problem)
         needs_plan = self._is_planned and self.plan is None
         is_measured = needs_plan and self._num_steps >= _NUM_WARM_UP_STEPS
+        rest_bytes = self._find_rest_bytes(calls[0].values) if is_measured else 0
         losses = self._executor.run(
             inputs,
             calls[0].values,
@@ -275,7 +279,7 @@ class _Program:
             self._measured.append(self._clock.collect())
         if len(self._measured) == _NUM_MEASURED_STEPS:
             measured, self._measured = self._measured, []
-            self.plan = self._share_plan(measured)
+            self.plan = self._share_plan(measured, rest_bytes)
             self._executor = self._build(self.plan.order)
         return torch.stack(losses)
 
@@ -290,22 +294,36 @@ class _Program:
             sm_margins=(0, 0) if self.plan is None else self.plan.sm_margins,
         )
 
-    def _share_plan(self, measured: Sequence[Sequence[Span]]) -> LanePlan:
+    def _find_rest_bytes(self, parameters: Sequence[Any]) -> int:
+        """Return the bytes that are allocated on the GPU without ``.grad``; 0 on a CPU."""
+        if self._device.type != "cuda":
+            return 0
+        gradients = [each.grad for each in parameters if isinstance(each, nn.Parameter)]
+        held = sum(each.nbytes for each in gradients if each is not None)
+        return torch.cuda.memory_allocated(self._device) - held
+
+    def _share_plan(self, measured: Sequence[Sequence[Span]], rest_bytes: int) -> LanePlan:
         """Plan the order on rank 0 from rank 0's measured times; return the plan on all ranks."""
         contention = NO_CONTENTION
         if self._device.type == "cuda" and self._groups:
             contention = measure_group_contention(self._groups[0], self._device)
 
+        durations_us = measured_durations(self.items, self._keys, measured)
+        predictor = predictor_of(self._device)
+
         def make() -> dict[str, Any] | str:
             try:
                 plan = plan_lanes(
                     self.items,
-                    measured_durations(self.items, self._keys, measured),
+                    durations_us,
                     num_microbatches=self._options.num_microbatches,
                     max_lanes=self._options.max_lanes,
                     storages=self._recorded.storages,
                     max_bytes=self._options.max_bytes,
                     contention=contention,
+                    rest_bytes=rest_bytes,
+                    inside_bytes=self._recorded.inside_bytes,
+                    memory_shares=find_memory_shares(self.items, durations_us, predictor),
                 )
             except ValueError as error:  # all ranks raise it
                 return str(error)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import halley.moe.head_loss
 import halley.ops.traceable_routing  # noqa: F401
 from halley.compiler.fusion import find_boundaries
 from halley.compiler.graph_analysis import GraphAnalysis, Sizes, without_values
@@ -119,6 +120,16 @@ def test_attention_is_predicted_by_its_gemms() -> None:
         gemm_us = 2 * 2 * 3 * 16 * 16 * 8 / 1e3
         assert cost(ahead) == pytest.approx(share * 2 * gemm_us + 1.0)
         assert cost(back) == pytest.approx(share * 5 * gemm_us + 1.0)
+
+
+def test_head_is_predicted_by_its_gemms() -> None:
+    b, cost = GraphBuilder(), ProfiledCost(ROUND, sizes=SIZES)
+    hidden, weight = b.input("hidden", 40, 50), b.input("weight", 60, 50)
+    targets = b.call(aten.argmax.default, hidden, 1, name="targets")
+    head = torch.ops.halley.head_loss.default
+    for with_gradients, num_gemms in ((False, 1), (True, 3)):
+        loss = b.call(head, hidden, weight, targets, 16, with_gradients, name="loss")
+        assert cost(loss) == pytest.approx(num_gemms * 2 * 40 * 50 * 60 / 1e3 + 1.0)
 
 
 def test_attention_has_one_key_on_all_devices() -> None:

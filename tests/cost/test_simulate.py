@@ -1,5 +1,7 @@
 """Times of tasks and of graphs of operations, compared with schedules worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from halley.core.types import Task
@@ -86,6 +88,16 @@ def test_streams_slow_each_other_down_while_both_run() -> None:
     assert spans["gemm"].end_us == pytest.approx(12.0 + 22.0)
     assert spans["reply"].duration_us == pytest.approx(6.0)  # alone
     assert spans["other"].duration_us == pytest.approx(8.0)  # of another rank
+
+
+def test_communication_is_slower_beside_computation_that_memory_limits() -> None:
+    contention = Contention(comm=1.2, comm_beside_memory=2.0)
+    # Half of the first task's time is that of a GEMM: 1 / (0.5 / 1.2 + 0.5 / 2.0) = 1.5.
+    for share, end_us in ((0.0, 12.0), (0.5, 15.0), (1.0, 20.0)):
+        tasks = [_task("send", "comm", 10.0), _task("norm", "compute", 30.0)]
+        tasks[1] = replace(tasks[1], memory_share=share)
+        assert simulate(tasks, contention)[0].end_us == pytest.approx(end_us)
+    assert Contention(comm=1.5).comm_beside(1.0) == pytest.approx(1.5)  # memory not measured
 
 
 def test_both_simulators_agree_without_contention() -> None:

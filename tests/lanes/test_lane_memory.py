@@ -12,7 +12,13 @@ from halley.core.timeline import Recorder
 from halley.distributed.mesh import build_groups
 from halley.lanes import compile_step, executor, segment_graphs
 from halley.lanes.cut import Item
-from halley.lanes.lane_memory import ResultStorage, StorageRecorder, Storages, predict_peak
+from halley.lanes.lane_memory import (
+    ResultStorage,
+    StorageRecorder,
+    Storages,
+    predict_peak,
+    predict_total,
+)
 from halley.lanes.lane_schedule import plan_lanes
 from tests.compiler.model_case import fresh_graphs
 from tests.lanes.lane_case import SIZE, CutStep, SmallModel, build_gpt2, make_batch
@@ -64,6 +70,15 @@ def _forward_backward() -> tuple[list[Item], Storages]:
 def test_peak_of_three_items_and_two_lanes(order: executor.Order, wanted: int) -> None:
     items, storages = _forward_backward()
     assert predict_peak(items, storages, order) == wanted
+
+
+def test_total_has_gradients_and_memory_inside_of_items() -> None:
+    items, storages = _forward_backward()
+    in_turn = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    # The first gradient stays: 100, 110, 40, then 140, 150, and 40 after the second gradient.
+    assert predict_total(items, storages, in_turn, {}) == 150
+    # Before the last item, 150 bytes are alive, and it allocates 70.
+    assert predict_total(items, storages, in_turn, {(0, 0): 160, (1, 2): 70}) == 220
 
 
 def _chain() -> tuple[list[Item], Storages, list[float]]:

@@ -5,13 +5,17 @@ from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
+import torch
+from torch import fx
 
 from halley.core.timeline import Span
 from halley.core.validation import build
+from halley.cost.hardware import CPU, Predictor
 from halley.cost.simulate import Contention
 from halley.lanes.cut import Item, Kind, Lanes
 from halley.lanes.executor import check_order, one_after_another
-from halley.lanes.lane_schedule import LanePlan, measured_durations, plan_lanes, predict, schedules
+from halley.lanes.lane_schedule import LanePlan, plan_lanes, schedules
+from halley.lanes.lane_times import find_memory_shares, measured_durations, predict
 
 
 def _items(*described: tuple[Kind, *tuple[int, ...]]) -> list[Item]:
@@ -54,6 +58,30 @@ def test_contention_lengthens_segments_beside_exchanges_and_reserves_sms() -> No
     alone = make_plan(max_lanes=1)
     assert alone.time.makespan_us == pytest.approx(56.0)
     assert alone.sm_margins == (0, 0)
+
+
+def test_exchanges_are_slower_beside_segments_that_memory_limits() -> None:
+    items, durations_us = _chain(num_exchanges=1)
+    contention = Contention(comm_beside_memory=2.0)
+    plan = partial(plan_lanes, items, durations_us, num_microbatches=2, max_lanes=2)
+    assert plan(contention=contention).time.makespan_us == pytest.approx(40.0)
+    # The first exchange takes 16 us: 10 beside the second segment, of which 5 are its work, then
+    # its last 3 alone. The second exchange runs for 10 us beside a segment, then for 3 alone.
+    slow = plan(contention=contention, memory_shares=[1.0] * len(items))
+    assert slow.time.makespan_us == pytest.approx(46.0)
+
+
+def test_memory_limits_what_arithmetic_does_not_explain() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(100, 100, device="meta")
+    product = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    product.meta["val"] = torch.empty(100, 100, device="meta")
+    predictor = Predictor(replace(CPU, gemm_flops_per_s=1e12))  # 2 us for 2 million FLOPs
+    gemm = Item(kind="segment", code=graph, is_static=True)
+    items = [gemm, replace(gemm, is_static=False), Item(kind="wait")]
+    assert find_memory_shares(items, [8.0, 8.0, 0.0], predictor) == [0.75, 0.0, 0.0]
+    assert find_memory_shares(items, [1.0, 8.0, 0.0], predictor) == [0.0, 0.0, 0.0]
 
 
 def test_lanes_that_gain_less_than_five_percent_are_not_used() -> None:
