@@ -115,13 +115,14 @@ def measure_group_contention(consensus: Consensus, device: torch.device) -> Cont
     ends = ends * side // _NUM_EXPERTS
     grad = torch.ones(side, side, dtype=dtype, device=device)
     grouped = measure(partial(gemm_with_carveout, None, left.t(), grad, ends))
-    # Memory limits a product by a scalar. It slows an all-to-all more than GEMMs do.
+    # Memory limits scaling by a number. It slows an all-to-all more than GEMMs do.
     scaled = torch.empty_like(grad)
     scale = measure(lambda _: torch.mul(grad, 2.0, out=scaled), reserved_sms=(0,))
     return Contention(
         compute=(dense.compute + grouped.compute) / 2,
         comm=(dense.comm + grouped.comm) / 2,
-        comm_beside_memory=scale.comm,
+        memory_compute=scale.compute,
+        memory_comm=scale.comm,
         sm_margin=dense.sm_margin,
         grouped_sm_margin=grouped.sm_margin,
     )

@@ -23,23 +23,29 @@ class Contention:
     reserved SMs (``ops.sm_carveout``).
     """
 
-    compute: float = 1.0  # computation time during communication, divided by its time alone
-    comm: float = 1.0  # communication time during GEMMs, divided by its time alone
-    comm_beside_memory: float = 1.0  # the same during computation that memory limits
+    compute: float = 1.0  # time of GEMMs during communication, divided by their time alone
+    comm: float = 1.0  # time of communication during GEMMs, divided by its time alone
+    # The same two factors for computation that memory limits, such as norms.
+    memory_compute: float = 1.0
+    memory_comm: float = 1.0
     sm_margin: int = 0  # SMs that dense GEMMs leave free for communication
     grouped_sm_margin: int = 0  # SMs that grouped GEMMs leave free for communication
 
     def __post_init__(self) -> None:
         check_fields(self)
-        limits = {"sm_margin": 0, "grouped_sm_margin": 0, "compute": 1, "comm": 1}
-        limits["comm_beside_memory"] = 1
+        factors = {"compute": 1, "comm": 1, "memory_compute": 1, "memory_comm": 1}
+        limits = {"sm_margin": 0, "grouped_sm_margin": 0, **factors}
         for name, least in limits.items():
             if (value := getattr(self, name)) < least:
                 raise ValueError(f"{name} ({value}) must be at least {least}")
 
-    def comm_beside(self, memory_share: float) -> float:
+    def compute_factor(self, memory_share: float) -> float:
+        """Return the factor of computation of which memory limits a share of the time."""
+        return (1.0 - memory_share) * self.compute + memory_share * self.memory_compute
+
+    def comm_factor(self, memory_share: float) -> float:
         """Return the factor of communication beside computation that memory limits in part."""
-        beside_memory = max(self.comm, self.comm_beside_memory)
+        beside_memory = max(self.comm, self.memory_comm)
         return 1.0 / ((1.0 - memory_share) / self.comm + memory_share / beside_memory)
 
 
@@ -120,9 +126,9 @@ def _rate(
     ]
     if not others:
         return 1.0
-    if not is_comm:
-        return 1.0 / contention.compute
-    return 1.0 / max(contention.comm_beside(task.memory_share) for task in others)
+    if is_comm:
+        return 1.0 / max(contention.comm_factor(task.memory_share) for task in others)
+    return 1.0 / contention.compute_factor(running[lane].memory_share)
 
 
 def makespan_us(tasks: list[Task]) -> float:

@@ -6,7 +6,7 @@ of an order then follow from the first and the last item that has each of them.
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
 
@@ -36,6 +36,20 @@ class ResultStorage:
 Storages = Mapping[tuple[int, int], Sequence[ResultStorage]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryRecord:
+    """The memory of a step, for predictions of its peak in other orders.
+
+    Attributes:
+        inside_bytes: on GPUs, the most bytes that an item of a microbatch has allocated at a time.
+        rest_bytes: memory that is allocated before the step.
+    """
+
+    storages: Storages = field(default_factory=dict)
+    inside_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    rest_bytes: int = 0
+
+
 @final
 class StorageRecorder:
     """Records the storages of all results of a step, whose microbatches call each item in order.
@@ -57,6 +71,12 @@ class StorageRecorder:
         ]
         self._num_microbatches = num_microbatches
         self._num_calls = [0] * len(items)
+
+    def record(self, *, rest_bytes: int) -> MemoryRecord:
+        """Return the record so far; ``rest_bytes`` are allocated before a step."""
+        return MemoryRecord(
+            storages=self.storages, inside_bytes=self.inside_bytes, rest_bytes=rest_bytes
+        )
 
     def _record(self, index: int, item: Item, call: Call, args: list[Any]) -> Sequence[Any]:
         if (microbatch := self._num_calls[index]) == self._num_microbatches:
@@ -88,22 +108,15 @@ def _describe(item: Item, values: Sequence[Any]) -> tuple[ResultStorage, ...]:
     return tuple(found[len(item.inputs) :])
 
 
-def predict_total(
-    items: Sequence[Item],
-    storages: Storages,
-    order: Order,
-    inside_bytes: Mapping[tuple[int, int], int],
-) -> int:
-    """Return the largest number of bytes of values, ``.grad`` and memory inside of items.
-
-    Inputs of the step are not counted. ``inside_bytes`` is that of ``StorageRecorder``.
-    """
+def predict_total(items: Sequence[Item], memory: MemoryRecord, order: Order) -> int:
+    """Return the largest number of bytes that are allocated at a time in a step."""
     ends = _find_ends(items, order)
     # The gradients of the first microbatch are ``.grad``, or are as many bytes.
     ends |= {(0, name): len(order) for item in items for name, _ in item.gradients}
-    alive = [0, *_alive_bytes(items, storages, order, ends)]
-    inside = [inside_bytes.get(each, 0) for each in order]
-    return max(*alive, *(before + more for before, more in zip(alive[:-1], inside, strict=True)))
+    alive = [0, *_alive_bytes(items, memory.storages, order, ends)]
+    inside = [memory.inside_bytes.get(each, 0) for each in order]
+    peaks = [before + more for before, more in zip(alive[:-1], inside, strict=True)]
+    return memory.rest_bytes + max(*alive, *peaks)
 
 
 def predict_peak(items: Sequence[Item], storages: Storages, order: Order) -> int:

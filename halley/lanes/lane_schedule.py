@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from random import Random
-from types import MappingProxyType
 from typing import TypeVar, final
 
 from halley.cost.simulate import NO_CONTENTION, Contention, GraphTime
 from halley.lanes.cut import Item
 from halley.lanes.executor import Order, find_missing
-from halley.lanes.lane_memory import Storages, predict_peak, predict_total
+from halley.lanes.lane_memory import MemoryRecord, predict_peak, predict_total
 from halley.lanes.lane_times import overlapped, predict
 
 
@@ -29,6 +28,7 @@ _T = TypeVar("_T")
 _MIN_GAIN = 1.05
 _NUM_TRIALS = 300  # of hill climbing
 _MAX_OPTIONS = 8  # of a choice, that trials distinguish
+_NO_RECORD = MemoryRecord()
 _MAX_EXCESS = 2.0  # longest unit in a wait, in multiples of the remaining wait (Lancet, section 4)
 
 
@@ -47,7 +47,7 @@ class LanePlan:
     sm_margins: tuple[int, int] = (0, 0)  # SMs that dense and grouped GEMMs leave free
     peak_bytes: int = 0  # predicted for this order
     peak_bytes_before: int = 0  # predicted for one microbatch after another
-    total_bytes: int = 0  # ``rest_bytes`` and ``predict_total`` of this order
+    total_bytes: int = 0  # predicted by ``predict_total`` for this order
 
 
 def plan_lanes(
@@ -56,24 +56,20 @@ def plan_lanes(
     *,
     num_microbatches: int,
     max_lanes: int,
-    storages: Storages = MappingProxyType({}),
+    memory: MemoryRecord = _NO_RECORD,
     max_bytes: int | None = None,
     contention: Contention = NO_CONTENTION,
     memory_shares: Sequence[float] | None = None,
-    rest_bytes: int = 0,
-    inside_bytes: Mapping[tuple[int, int], int] = MappingProxyType({}),
 ) -> LanePlan:
     """Simulate several orders of the items of a step, and return the plan with the fastest order.
 
     Args:
         durations_us: time of each item; for a start, that of its collective; for a wait, 0.
         max_lanes: most microbatches that may be unfinished at a time.
-        storages: of the results of the items.
+        memory: recorded in an earlier step.
         max_bytes: most bytes of the values between items; None for no limit.
         contention: of computation and transfers.
         memory_shares: result of ``find_memory_shares``; None for no item that memory limits.
-        rest_bytes: memory that is allocated before a step.
-        inside_bytes: memory inside of items, as recorded by ``StorageRecorder``.
 
     Raises:
         ValueError: each order needs more than ``max_bytes``.
@@ -93,7 +89,7 @@ def plan_lanes(
     makers.append(makers[fastest])
     orders.append(_improve(makers[fastest]))
     times.append(predict(items, durations_us, orders[-1], contention, shares))
-    peaks = [predict_peak(items, storages, order) for order in orders]
+    peaks = [predict_peak(items, memory.storages, order) for order in orders]
     allowed = [at for at, peak in enumerate(peaks) if max_bytes is None or peak <= max_bytes]
     if not allowed:
         raise ValueError(
@@ -112,7 +108,7 @@ def plan_lanes(
         sm_margins=(contention.sm_margin, contention.grouped_sm_margin) if best else (0, 0),
         peak_bytes=peaks[best],
         peak_bytes_before=peaks[0],
-        total_bytes=rest_bytes + predict_total(items, storages, orders[best], inside_bytes),
+        total_bytes=predict_total(items, memory, orders[best]),
     )
 
 

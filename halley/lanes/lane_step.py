@@ -318,11 +318,9 @@ class _Program:
                     durations_us,
                     num_microbatches=self._options.num_microbatches,
                     max_lanes=self._options.max_lanes,
-                    storages=self._recorded.storages,
+                    memory=self._recorded.record(rest_bytes=rest_bytes),
                     max_bytes=self._options.max_bytes,
                     contention=contention,
-                    rest_bytes=rest_bytes,
-                    inside_bytes=self._recorded.inside_bytes,
                     memory_shares=find_memory_shares(self.items, durations_us, predictor),
                 )
             except ValueError as error:  # all ranks raise it

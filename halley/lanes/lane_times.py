@@ -96,8 +96,8 @@ def overlapped(
         for item, duration_us in zip(items, durations_us, strict=True)
     ]
     memory_us = sum(us * share for us, share in zip(computing_us, memory_shares, strict=True))
-    comm = contention.comm_beside(memory_us / max(sum(computing_us), 1e-9))
+    comm = contention.comm_factor(memory_us / max(sum(computing_us), 1e-9))
     return [
-        duration_us * (comm if item.kind == "start" else contention.compute)
-        for item, duration_us in zip(items, durations_us, strict=True)
+        duration_us * (comm if item.kind == "start" else contention.compute_factor(share))
+        for item, duration_us, share in zip(items, durations_us, memory_shares, strict=True)
     ]

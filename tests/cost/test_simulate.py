@@ -90,14 +90,17 @@ def test_streams_slow_each_other_down_while_both_run() -> None:
     assert spans["other"].duration_us == pytest.approx(8.0)  # of another rank
 
 
-def test_communication_is_slower_beside_computation_that_memory_limits() -> None:
-    contention = Contention(comm=1.2, comm_beside_memory=2.0)
-    # Half of the first task's time is that of a GEMM: 1 / (0.5 / 1.2 + 0.5 / 2.0) = 1.5.
-    for share, end_us in ((0.0, 12.0), (0.5, 15.0), (1.0, 20.0)):
+def test_memory_has_its_own_factors() -> None:
+    contention = Contention(compute=1.2, comm=1.2, memory_compute=1.0, memory_comm=2.0)
+    # With half of the time limited by memory, communication takes 1 / (0.5 / 1.2 + 0.5 / 2.0) = 1.5
+    # times as long, and computation 0.5 * 1.2 + 0.5 * 1.0 = 1.1 times, while both run.
+    for share, sent_us, compute in ((0.0, 12.0, 1.2), (0.5, 15.0, 1.1), (1.0, 20.0, 1.0)):
         tasks = [_task("send", "comm", 10.0), _task("norm", "compute", 30.0)]
         tasks[1] = replace(tasks[1], memory_share=share)
-        assert simulate(tasks, contention)[0].end_us == pytest.approx(end_us)
-    assert Contention(comm=1.5).comm_beside(1.0) == pytest.approx(1.5)  # memory not measured
+        send, norm = simulate(tasks, contention)
+        assert send.end_us == pytest.approx(sent_us)
+        assert norm.end_us == pytest.approx(sent_us + 30.0 - sent_us / compute)
+    assert Contention(comm=1.5).comm_factor(1.0) == pytest.approx(1.5)  # memory not measured
 
 
 def test_both_simulators_agree_without_contention() -> None:

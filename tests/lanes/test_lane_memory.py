@@ -1,6 +1,7 @@
 """Predicted memory of orders: by hand for small steps, and equal to the storages of real ones."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from halley.distributed.mesh import build_groups
 from halley.lanes import compile_step, executor, segment_graphs
 from halley.lanes.cut import Item
 from halley.lanes.lane_memory import (
+    MemoryRecord,
     ResultStorage,
     StorageRecorder,
     Storages,
@@ -74,11 +76,13 @@ def test_peak_of_three_items_and_two_lanes(order: executor.Order, wanted: int) -
 
 def test_total_has_gradients_and_memory_inside_of_items() -> None:
     items, storages = _forward_backward()
-    in_turn = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    orders = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     # The first gradient stays: 100, 110, 40, then 140, 150, and 40 after the second gradient.
-    assert predict_total(items, storages, in_turn, {}) == 150
+    record = MemoryRecord(storages=storages, rest_bytes=1000)
+    assert predict_total(items, record, orders) == 1150
     # Before the last item, 150 bytes are alive, and it allocates 70.
-    assert predict_total(items, storages, in_turn, {(0, 0): 160, (1, 2): 70}) == 220
+    record = replace(record, inside_bytes={(0, 0): 160, (1, 2): 70})
+    assert predict_total(items, record, orders) == 1220
 
 
 def _chain() -> tuple[list[Item], Storages, list[float]]:
@@ -102,7 +106,7 @@ def test_limit_of_memory_chooses_fewer_lanes() -> None:
         durations_us,
         num_microbatches=NUM_MICROBATCHES,
         max_lanes=2,
-        storages=storages,
+        memory=MemoryRecord(storages=storages),
     )
     free = make_plan()
     assert (free.num_lanes, free.peak_bytes, free.peak_bytes_before) == (2, 160, 80)

@@ -62,7 +62,7 @@ def test_contention_lengthens_segments_beside_exchanges_and_reserves_sms() -> No
 
 def test_exchanges_are_slower_beside_segments_that_memory_limits() -> None:
     items, durations_us = _chain(num_exchanges=1)
-    contention = Contention(comm_beside_memory=2.0)
+    contention = Contention(memory_comm=2.0)
     plan = partial(plan_lanes, items, durations_us, num_microbatches=2, max_lanes=2)
     assert plan(contention=contention).time.makespan_us == pytest.approx(40.0)
     # The first exchange takes 16 us: 10 beside the second segment, of which 5 are its work, then
