@@ -8,7 +8,7 @@
 One run measures all variants of a framework on the same weights and tokens. A step is forward,
 backward and AdamW. torchtitan's steps are those of its ``Trainer``, one job for each variant, and
 the log of the trainer gives the time of each step. Steps of Transformers alternate between the
-variants in one job. The first variant is the reference: if another variant's loss after ten steps,
+variants in one job. The first variant is the reference: if another variant's loss of step 3,
 or the first gradient norm of its experts, differs by more than 1 %, it gets no time. A job that
 fails gets a line with its error. ``VARIANTS`` in ``__main__.py`` lists the variants.
 

@@ -31,7 +31,6 @@ VARIANTS = {
             experts="minimal_async_ep", checkpointing="full", overrides=(SWIGLU,)
         ),
         "halley": Variant(experts="halley"),
-        "standard-swiglu": Variant(experts="standard", overrides=(SWIGLU,)),
         "standard-selective": Variant(experts="standard", checkpointing="selective"),
         "halley-selective": Variant(experts="halley", checkpointing="selective"),
         "halley-saved": Variant(experts="halley", checkpointing="selective+halley"),
@@ -48,7 +47,7 @@ VARIANTS = {
     },
 }
 DEFAULT = {
-    "torchtitan": "standard,standard-swiglu,minimal_async_ep,halley",
+    "torchtitan": "standard,minimal_async_ep,halley",
     "transformers": ",".join(VARIANTS["transformers"]),
 }
 ON_CPU = DEFAULT | {"torchtitan": "standard,halley"}  # other kernels of torchtitan need a GPU

@@ -16,8 +16,10 @@ from halley.distributed.mesh import build_groups
 from halley.tools.timer import machine_keys
 
 
-CHECKED_STEP = 10  # the loss of this step is compared
-NUM_WARMUP = CHECKED_STEP
+# The loss of this step is compared. Later, losses of random models drift apart by rounding: for
+# Mixtral-8x7B in bfloat16, those of all variants differ by 10 to 50 % at step 10.
+CHECKED_STEP = 3
+NUM_WARMUP = 10
 _NUM_IDS, _RUN = 1024, 64  # token ids that occur, and the length of a run of consecutive ids
 
 

@@ -257,7 +257,7 @@ def _figures(
     if each.lanes is not None and (plan := each.lanes.plan) is not None:
         row["num_lanes"], row["moves_units"] = plan.num_lanes, plan.moves_units
         row["planned_peak_bytes"], row["sm_margins"] = plan.peak_bytes, plan.sm_margins
-        row["planned_total_bytes"] = plan.total_bytes
+        row["planned_total_bytes"] = each.planned_bytes
     if each.reports:
         planning_s = sum(report.planning_s for report in each.reports)
         measuring_s = sum(report.measuring_s for report in each.reports)

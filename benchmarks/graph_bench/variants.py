@@ -57,6 +57,7 @@ class Variant:
         predicted: time of a step, by variant, from the lanes' plan.
         lanes: the step in lanes, which has the plan.
         held_bytes: memory that the variant holds between steps, such as that of CUDA graphs.
+        planned_bytes: memory of a step by the lanes' plan, without values of the first variant.
     """
 
     run: Callable[[], None]
@@ -66,6 +67,7 @@ class Variant:
     predicted: tuple[tuple[str, GraphTime], ...] = ()
     lanes: LaneStep | None = None
     held_bytes: int = 0
+    planned_bytes: int = 0
 
 
 def unused_pool_bytes(device: torch.device) -> int:
@@ -126,9 +128,11 @@ class Workshop:
         """Return the allocated memory of the device, without the first variant's values."""
         if self.device.type != "cuda":
             return 0
-        values = (self._wanted or {}).values()
         allocated = torch.cuda.memory_allocated(self.device) + unused_pool_bytes(self.device)
-        return allocated - sum(each.nbytes for each in values)
+        return allocated - self._value_bytes()
+
+    def _value_bytes(self) -> int:
+        return sum(each.nbytes for each in (self._wanted or {}).values())
 
     def forget_values(self) -> None:
         """Free the gradients of the first variant, which would count as memory of a step."""
@@ -190,7 +194,13 @@ class Workshop:
         if not is_divided:  # lanes of one batch, one after another, are not the step of "none"
             predicted.append((NONE, lanes.plan.time_before))
         ready = self._first_step(run)
-        return replace(ready, compile_s=compile_s, predicted=tuple(predicted), lanes=lanes)
+        return replace(
+            ready,
+            compile_s=compile_s,
+            predicted=tuple(predicted),
+            lanes=lanes,
+            planned_bytes=lanes.plan.total_bytes - self._value_bytes(),
+        )
 
     def _compiled(self, backend: Backend, options: dict[str, object]) -> Loss:
         compiled = torch.compile(

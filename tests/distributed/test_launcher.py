@@ -25,7 +25,7 @@ from tests.hostile.rank_processes import is_running
 LIMIT_S = 30.0
 
 Command = Callable[[str], list[str]]
-Start = Callable[[list[str]], subprocess.Popen[str]]
+Start = Callable[..., subprocess.Popen[str]]
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 
@@ -55,8 +55,8 @@ while True:
 _LAUNCHER = """
 import sys
 from halley.distributed import launcher
-launcher._HINT_AFTER_S = 0.5
-sys.exit(launcher.launch(sys.argv[1:], num_processes=2))
+launcher._HINT_AFTER_S = float(sys.argv[1])
+sys.exit(launcher.launch(sys.argv[2:], num_processes=2))
 """
 
 
@@ -84,8 +84,8 @@ def start_launcher(tmp_path: Path) -> Iterator[Start]:
     """Return the function that starts a launcher of two ranks in a process of its own."""
     launchers: list[subprocess.Popen[str]] = []
 
-    def start(command: list[str]) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", _LAUNCHER, *command]
+    def start(command: list[str], *, hint_after_s: float = LIMIT_S) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", _LAUNCHER, str(hint_after_s), *command]
         launchers.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
         _wait_until(lambda: all((tmp_path / f"{rank}.txt").exists() for rank in range(2)))
         return launchers[-1]
@@ -176,7 +176,7 @@ say("ready")
 while True:
     time.sleep(0.05)
 """
-    launcher = start_launcher(command(script))
+    launcher = start_launcher(command(script), hint_after_s=0.5)
     launcher.send_signal(signal.SIGTERM)
     _wait_until(lambda: (tmp_path / "0.txt").read_text() == "[15]")
     assert launcher.stderr is not None
