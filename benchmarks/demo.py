@@ -2,10 +2,10 @@
 
     python -m benchmarks.demo
 
-On CPUs, two ranks exchange tokens over an emulated link (``emulated_link.py``): an all-to-all takes
-as long as on a link of a given rate, on any machine. The gain also depends on the cores' speed.
-On GPUs, the ranks use the real link and the fused layer, one rank for each GPU. All variants train
-from the same weights on the same text, in alternation, one step each:
+On CPUs, two ranks exchange tokens over an emulated link (``emulated_link.py``). At its rate, the
+all-to-alls of a step take as long as forward and backward: half of the time, as on slow links
+between GPUs. On GPUs, the ranks use the real link and the fused layer, one rank for each GPU. All
+variants train from the same weights on the same text, in alternation, one step each:
 
     sequential    all-to-all, experts, all-to-all, without overlap
     chunked       one chunk's all-to-all under the GEMMs of another
@@ -62,6 +62,7 @@ from halley.train.data import BatchLoader, open_corpus
 
 NUM_MICROBATCHES = 2
 NUM_BALANCING = 40  # batches from which the routers' selection biases are found
+NUM_RATE_STEPS = 3
 NUM_WARMUP = 4  # steps of each variant before the timed ones; lanes measure in the first three
 CPU_VARIANTS = {
     "sequential": "sequential",
@@ -107,6 +108,11 @@ class Variant:
         learning_rate = 1e-3 if device == "cpu" else 1e-4  # the model on GPUs is wider
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, fused=True)
         self._backward = self._build(name)
+
+    def run_backward(self, batches: Batches) -> None:
+        """Run forward and backward of a step; change no weight."""
+        self._backward(batches)
+        self._optimizer.zero_grad()
 
     def step(self, batches: Batches) -> torch.Tensor:
         """Train on the microbatches of a step; return the mean loss of this rank."""
@@ -192,6 +198,28 @@ def balance_routers(models: Sequence[MoETransformer], loader: BatchLoader, *, de
         model.load_state_dict(first.state_dict())
 
 
+def load(loader: BatchLoader, number: int, *, device: str) -> Batches:
+    """Return the microbatches of a step."""
+    batches: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for microbatch in range(NUM_MICROBATCHES):
+        tokens_BS, targets_BS = loader.batch(number, microbatch)
+        batches.append((tokens_BS.to(device), targets_BS.to(device)))
+    return batches
+
+
+def choose_rate(variant: Variant, batches: Batches, link: Link) -> float:
+    """Return the MB/s at which all-to-alls take as long as forward and backward. Collective."""
+    times_s: list[float] = []
+    for _ in range(NUM_RATE_STEPS):
+        dist.barrier()
+        link.clear()
+        times_s.append(-time.perf_counter())
+        variant.run_backward(batches)
+        times_s[-1] += time.perf_counter()
+    mb_per_s = _slowest(link.num_bytes / median(times_s) / 1e6, device="cpu")
+    return float(f"{mb_per_s:.2g}")
+
+
 @dataclass(kw_only=True)
 class Measured:
     """Measurements of a variant; times are those of the slowest rank, without the warm-up."""
@@ -213,13 +241,10 @@ def train(
 ) -> dict[str, Measured]:
     """Train all variants in alternation; return the measurements by name. Collective."""
     measured = {name: Measured() for name in variants}
-    batches: list[tuple[torch.Tensor, torch.Tensor]] = []
+    batches: Batches = []
     task = progress.add_task("", total=(NUM_WARMUP + num_steps) * len(variants))
     for number in range(NUM_WARMUP + num_steps):
-        batches.clear()
-        for microbatch in range(NUM_MICROBATCHES):
-            tokens_BS, targets_BS = loader.batch(number, microbatch)
-            batches.append((tokens_BS.to(device), targets_BS.to(device)))
+        batches = load(loader, number, device=device)
         for name, variant in variants.items():
             progress.update(task, advance=1, description=name)
             dist.barrier()
@@ -314,12 +339,13 @@ def show(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--mb-per-s", type=float, default=16.0, help="rate of the emulated link")
+    text = "rate of the emulated link; 0: all-to-alls take as long as computation"
+    parser.add_argument("--mb-per-s", type=float, default=0.0, help=text)
     parser.add_argument("--steps", type=int, default=10, help="timed training steps")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"))
     args = parser.parse_args()
-    if args.steps < 1 or not args.mb_per_s > 0:
-        parser.error("--steps must be at least 1, and --mb-per-s above 0")
+    if args.steps < 1 or not 0 <= args.mb_per_s < float("inf"):
+        parser.error("--steps must be at least 1, and --mb-per-s finite and at least 0")
     num_gpus = torch.cuda.device_count()
     if not is_launched():
         command = [sys.executable, "-m", "benchmarks.demo", *sys.argv[1:]]
@@ -345,15 +371,17 @@ def main() -> None:
     }
     models = [each.model for each in variants.values()]
     balance_routers(models, loader, device=device)
+    mb_per_s = args.mb_per_s if link else 0.0
     if link:
-        link.bytes_per_s = 1e6 * args.mb_per_s
+        first = variants["sequential"]
+        mb_per_s = mb_per_s or choose_rate(first, load(loader, 0, device=device), link)
+        link.bytes_per_s = 1e6 * mb_per_s
     with Progress(disable=groups.rank > 0, transient=True) as progress:
         measured = train(
             variants, loader, link, num_steps=args.steps, device=device, progress=progress
         )
     if groups.rank == 0:
         tokens = NUM_MICROBATCHES * train_config.batch_size * config.data.seq_len
-        mb_per_s = args.mb_per_s if link else 0.0
         place = {"groups": groups, "model": model}
         show(measured, args.output, tokens=tokens, mb_per_s=mb_per_s, **place)
     dist.barrier()
