@@ -17,7 +17,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .PHONY: demo test all-tests test-unit lint style types docs chaos plug-ins bench compat foreign clean
 .DEFAULT_GOAL := test
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.demo --output runs/demo
 
 # Types are checked while the tests run.
@@ -73,11 +73,16 @@ clean:
 	rm -rf build dist .cache .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# What the demo needs; the tools of developers come with the other targets.
+$(VENV)/.demo: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 		{ echo 'error: Halley needs Python 3.11 or newer, and PYTHON=$(PYTHON) is not: make PYTHON=python3.12' >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
+	$(PIP_INSTALL) '.[plot]'
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.demo
 	$(PIP_INSTALL) '.[dev,plot]'
 	touch $@
 

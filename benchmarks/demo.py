@@ -341,7 +341,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     text = "rate of the emulated link; 0: all-to-alls take as long as computation"
     parser.add_argument("--mb-per-s", type=float, default=0.0, help=text)
-    parser.add_argument("--steps", type=int, default=4, help="timed training steps")
+    parser.add_argument("--steps", type=int, default=9, help="timed training steps")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"))
     args = parser.parse_args()
     if args.steps < 1 or not 0 <= args.mb_per_s < float("inf"):
