@@ -76,13 +76,13 @@ def test_peak_of_three_items_and_two_lanes(order: executor.Order, wanted: int) -
 
 def test_total_has_gradients_and_memory_inside_of_items() -> None:
     items, storages = _forward_backward()
-    orders = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    order = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     # The first gradient stays: 100, 110, 40, then 140, 150, and 40 after the second gradient.
     record = MemoryRecord(storages=storages, rest_bytes=1000)
-    assert predict_total(items, record, orders) == 1150
+    assert predict_total(items, record, order) == 1150
     # Before the last item, 150 bytes are alive, and it allocates 70.
     record = replace(record, inside_bytes={(0, 0): 160, (1, 2): 70})
-    assert predict_total(items, record, orders) == 1220
+    assert predict_total(items, record, order) == 1220
 
 
 def _chain() -> tuple[list[Item], Storages, list[float]]:
