@@ -26,7 +26,7 @@ from halley.fused.config import KernelConfig
 from halley.strategies.all_to_all import all_to_all_tasks
 from halley.strategies.fused import fused_tasks
 from halley.strategies.part_orders import PIPELINES, list_tasks
-from halley.tools.candidates import CHUNK_COUNTS
+from halley.tools.candidates import chunk_counts
 
 
 RESULTS = Path(__file__).parent / "results"
@@ -107,8 +107,7 @@ def _list_settings(row: Row, shape: LayerShape, predictor: Predictor) -> Iterato
     elif strategy == "sequential":
         yield all_to_all_tasks(shape, predictor, num_chunks=1)
     elif strategy == "chunked":
-        num_local = shape.num_experts // shape.ep_size
-        for num_chunks in (n for n in CHUNK_COUNTS if n <= num_local):
+        for num_chunks in chunk_counts(shape.num_experts // shape.ep_size):
             yield all_to_all_tasks(shape, predictor, num_chunks=num_chunks)
     else:
         for pipeline in PIPELINES:

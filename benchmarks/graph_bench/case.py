@@ -14,6 +14,7 @@ from halley.core.config import RouterConfig
 from halley.distributed.mesh import ParallelGroups
 from halley.moe.router import capacity
 from halley.strategies.traceable import TraceableStrategy
+from halley.tools.candidates import chunk_counts
 from halley.tools.layer_case import relative_error
 
 
@@ -26,7 +27,6 @@ Values = dict[str, torch.Tensor]
 SEQUENTIAL, NONE, CHUNKED, OVERLAP = "sequential", "none", "chunked", "inductor-overlap"
 WGRAD, LANES, DIVIDED = "wgrad", "lanes", "divided"
 VARIANTS = (NONE, SEQUENTIAL, WGRAD, LANES, DIVIDED, CHUNKED, OVERLAP)
-_CHUNKS = (2, 3, 4, 8)
 
 
 def graph_case_name(slow_link: str) -> str:
@@ -146,7 +146,7 @@ class GraphCase:
         """Return the settings at which a variant runs; chunks divide the experts of a rank."""
         if variant != CHUNKED:
             return [""]
-        return [f"n={n}" for n in _CHUNKS if n <= self.shape.experts_per_rank] or ["n=1"]
+        return [f"n={n}" for n in chunk_counts(self.shape.experts_per_rank)]
 
     def options(self, passes: str) -> dict[str, object]:
         """Return the options of the backend "halley" for these passes, without profiles."""

@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 
 
 GRAPH = "graph"  # the setting of a strategy that runs as a CUDA graph
-CHUNK_COUNTS = (2, 3, 4, 8)
+_CHUNK_COUNTS = (2, 3, 4, 8)
+
+
+def chunk_counts(num_local: int) -> list[int]:
+    """Return the numbers of chunks that benchmarks try for a rank with ``num_local`` experts."""
+    return [n for n in _CHUNK_COUNTS if n <= num_local] or [1]
 
 
 def check_experts(case: LayerCase, *, ep_size: int, tp_size: int = 1) -> int:
@@ -104,8 +109,7 @@ def build_candidates(
                 for each, built in build_pipelines(strategy, max_load=load, **where).items():
                     candidates[f"{strategy} {each}{setting}"] = built
             continue
-        counts = [n for n in CHUNK_COUNTS if n <= num_local] or [1]
-        for n in counts if strategy == "chunked" else [0]:
+        for n in chunk_counts(num_local) if strategy == "chunked" else [0]:
             name = f"{strategy} n={n}" if n else strategy
             candidates[name] = build(strategy, num_chunks=n, workspaces=workspaces)
         if bounded is not None and strategy.partition(":")[0] in ("fused", "unfused"):
