@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -14,9 +15,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen  # pyright: ignore[reportPrivateUsage]
 
 from halley.compiler.graph_analysis import is_view
-from halley.compiler.graph_collectives import operator_name
+from halley.compiler.graph_collectives import ALL_TO_ALL, operator_name
 from halley.lanes.capture import Inner
 from halley.lanes.cut import Item
+from halley.ops.own_rows import start_all_to_all
 
 
 # A function that runs an item's code; it returns the results and may empty its argument list.
@@ -40,8 +42,9 @@ class SegmentCompiler:
                 node.op == "call_function" and not is_view(node) for node in item.code.nodes
             )
             is_compiled = self.inner == "inductor" and computes
+            graph = keep_own_rows(item.code) if item.kind == "start" else item.code
             # Make a graph module for new code only: this generates Python code, which takes time.
-            code = fx.GraphModule(item.code.owning_module or {}, item.code)
+            code = fx.GraphModule(item.code.owning_module or {}, graph)
             self.calls[key] = (_compile if is_compiled else _run_eagerly)(code)
         return key, self.calls[key]
 
@@ -82,6 +85,15 @@ def _describe_constant(value: object) -> str:
         values = value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
         return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(values).hexdigest()}"
     return str(getattr(value, "group_name", value))
+
+
+def keep_own_rows(code: fx.Graph) -> fx.Graph:
+    """Return a copy of a graph whose all-to-alls on GPUs are calls of ``start_all_to_all``."""
+    copied = deepcopy(code)
+    for node in copied.nodes:
+        if operator_name(node) == ALL_TO_ALL and node.meta["val"].is_cuda:
+            node.target = start_all_to_all
+    return copied
 
 
 def _run_eagerly(code: fx.GraphModule) -> Call:
