@@ -10,21 +10,25 @@ exchange no rows with the overflowing rank (``_signal_overflow``). So no rank wa
 """
 
 import copy
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from functools import cache
+from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from halley.core.timeline import CURRENT_OPERATION
 from halley.distributed.peers import Collective, all_gather_objects
 from halley.fused.buffers import Workspace, Workspaces
 from halley.fused.kernels.peer import is_overflow
 
 
+_POLL_S = 50e-6
 # Buffers with ``max_load``, of all layers of this process. The references are weak: strategies own
 # the buffers.
 _BOUNDED: "weakref.WeakSet[Workspaces]" = weakref.WeakSet()
@@ -49,9 +53,11 @@ class BoundedStep:
     """Run forward and backward of microbatches in buffers of fixed sizes; repeat them if necessary.
 
     A call returns what the function returns. It is a collective of all ranks of the job. After the
-    function, each rank waits for its GPU, and the ranks exchange whether buffers were too small.
-    Then all ranks restore the buffers of the model (``model.buffers()``), set all gradients to
-    zero, and run the microbatches since the last optimizer step again by ``exact``.
+    function, each rank waits for the end of the last forward pass of a layer on its GPU, and the
+    ranks exchange, on their CPUs, whether buffers were too small. So backward still runs when the
+    call returns, and the host can start the optimizer. If buffers were too small, all ranks restore
+    the buffers of the model (``model.buffers()``), set all gradients to zero, and run the
+    microbatches since the last optimizer step again by ``exact``.
 
     Args:
         bounded: forward and backward of one microbatch, for example a function that captures a
@@ -78,6 +84,7 @@ class BoundedStep:
         self._num_microbatches = num_microbatches
         self._microbatches: list[tuple[Any, ...]] = []  # arguments since the last optimizer step
         self._saved: list[torch.Tensor] = []
+        self._forwards = _Forwards()
         self.num_repeated = 0
 
     def __call__(self, *args: Any) -> Any:
@@ -85,8 +92,9 @@ class BoundedStep:
             self._saved = [buffer.clone() for buffer in self._model.buffers()]
         # A captured function may copy later arguments into the tensors of an earlier call.
         self._microbatches.append(args if self._num_microbatches == 1 else copy.deepcopy(args))
-        with _bounded_step():
+        with self._forwards.counted(), _bounded_step():
             result = self._bounded(*args)
+        self._forwards.wait()
         if problem := _find_overflow():
             self._report(problem)
             self._restore()
@@ -111,6 +119,63 @@ class BoundedStep:
             warnings.warn(f"{problem}; {remedy}", stacklevel=3)
 
 
+@final
+class CapturedStep:
+    """Forward and backward of a microbatch: the first call runs, the second captures, later replay.
+
+    A replay starts all kernels of the step by one call of the host, so the host's time for each
+    kernel no longer limits the step. Gradients add to those in ``.grad``, as without a graph.
+
+    Args:
+        step: forward and backward: a function of tensors of fixed shapes that returns a tensor. It
+            must not read values from the GPU, so Halley's layers need ``max_load``.
+        model: the parameters whose gradients ``step`` computes. Their ``.grad`` has memory of the
+            graph, which the next call overwrites: clone gradients that must live longer.
+    """
+
+    def __init__(self, step: Callable[..., torch.Tensor], *, model: nn.Module) -> None:
+        self._step, self._parameters = step, list(model.parameters())
+        self._is_first = True
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._args: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor | None] = []
+        self._result = torch.empty(0)
+
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        """Return the result of the step, which the next call overwrites."""
+        if self._is_first:
+            self._is_first = False
+            return self._step(*args)
+        added = [each.grad for each in self._parameters]
+        if self._graph is None:
+            self._capture(args)
+        assert self._graph is not None
+        # The replay writes to these gradients.
+        added = [
+            old.clone() if old is not None and old is own else old
+            for old, own in zip(added, self._gradients, strict=True)
+        ]
+        for own, given in zip(self._args, args, strict=True):
+            own.copy_(given)
+        self._graph.replay()
+        for parameter, own, old in zip(self._parameters, self._gradients, added, strict=True):
+            if own is not None and old is not None:
+                own += old
+            parameter.grad = old if own is None else own
+        return self._result
+
+    def _capture(self, args: tuple[torch.Tensor, ...]) -> None:
+        self._args = [each.clone() for each in args]
+        for parameter in self._parameters:
+            parameter.grad = None  # so that backward writes a gradient and does not add to it
+        graph = torch.cuda.CUDAGraph()
+        # "thread_local" allows the watchdog thread of NCCL to query events during the capture.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._result = self._step(*self._args)
+        self._gradients = [each.grad for each in self._parameters]
+        self._graph = graph
+
+
 @contextmanager
 def _bounded_step() -> Iterator[None]:
     Workspaces.in_bounded_step = True
@@ -120,15 +185,54 @@ def _bounded_step() -> Iterator[None]:
         Workspaces.in_bounded_step = False
 
 
+@final
+class _Forwards:
+    """Finds out when the GPU has ended the forward passes of a step, also of a replayed graph."""
+
+    def __init__(self) -> None:
+        # By workspace: the number of forward passes of a step, and their number at its end.
+        self._num_each: dict[Workspace, int] = {}
+        self._targets: dict[Workspace, int] = {}
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count the forward passes that the host starts; a replay starts as many as its capture.
+
+        A failure that became known after the last step is a ``RuntimeError``.
+        """
+        before: dict[Workspace, tuple[int, int]] = {}
+        for each in _bounded_workspaces():
+            each.check()
+            before[each] = each.ended.num_calls, each.ended.read()
+        yield
+        for each in _bounded_workspaces():
+            num_calls, num_ended = before.get(each, (0, 0))
+            if each.ended.num_calls > num_calls:
+                self._num_each[each] = each.ended.num_calls - num_calls
+            self._targets[each] = num_ended + self._num_each.get(each, 0)
+
+    def wait(self) -> None:
+        """Return when these forward passes have ended, or when the GPU has no work left."""
+        with CURRENT_OPERATION.waiting("the forward passes of a step"):
+            while self._are_running() and not torch.cuda.current_stream().query():
+                time.sleep(_POLL_S)
+
+    def _are_running(self) -> bool:
+        return any(each.ended.read() < target for each, target in self._targets.items())
+
+
+def _bounded_workspaces() -> list[Workspace]:
+    return [workspace for each in _BOUNDED for workspace in each.all()]
+
+
 def _find_overflow() -> str:
     """Return why buffers of a rank were too small, or "" if they were not; reset them if so.
 
     A collective of all ranks of the job, also of those that share no experts: they may share other
     collectives of the step. Another failure of a kernel is a ``RuntimeError``.
     """
-    workspaces = [workspace for each in _BOUNDED for workspace in each.all()]
+    workspaces = _bounded_workspaces()
     own = ""
-    _wait_for_gpu()
     for workspace in workspaces:
         try:
             workspace.check()
@@ -138,6 +242,7 @@ def _find_overflow() -> str:
             own = own or str(error)
     if not _any_rank(bool(own)):
         return ""
+    _wait_for_gpu()
     group = dist.group.WORLD
     problems = all_gather_objects(own, group=group, operation="the report of a repeated step")
     # All kernels of all ranks have ended, so no rank reads or writes flags between these barriers.
@@ -161,11 +266,20 @@ def _wait_for_gpu() -> None:
 
 
 def _any_rank(flag: bool) -> bool:
-    """Return whether the flag is true on any rank of the job; a collective."""
+    """Return whether the flag is true on any rank of the job; a collective of their CPUs."""
     if not dist.is_initialized():
         return flag
-    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
-    found = torch.tensor(int(flag), device=device)
-    with Collective("the check for too small buffers", group=dist.group.WORLD):
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    assert dist.group.WORLD is not None
+    group = _cpu_group(dist.group.WORLD)
+    found = torch.tensor(int(flag))
+    with Collective("the check for too small buffers", group=group):
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return bool(found)
+
+
+@cache
+def _cpu_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a gloo group of all ranks of the job. The first call for a job is a collective."""
+    if dist.get_backend() == "gloo":
+        return world
+    return cast("dist.ProcessGroup", dist.new_group(backend="gloo"))

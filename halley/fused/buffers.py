@@ -13,6 +13,7 @@ from halley.core.timeline import CURRENT_OPERATION
 from halley.core.types import check_tp_size
 from halley.distributed.peers import all_gather_objects, compare_ranks, rank_and_size
 from halley.fused.config import ConfigTable, KernelConfig, TunedShape, default_config
+from halley.fused.forward_count import ForwardCount
 from halley.fused.kernels.layout import NUM_COUNTERS, TASK_ROWS, KernelContext, Layout, make_layout
 from halley.fused.kernels.marks import ProgramRecords, make_status
 from halley.fused.kernels.peer import HOST_STATUS_WORDS, check, is_overflow
@@ -54,7 +55,7 @@ class Workspace:
             beside each plan. If activation checkpointing runs forward again after the buffers have
             grown, it replaces the saved tensors, but not attributes of the autograd context.
         layouts: by plan id, also old layouts, which the backward of earlier calls needs.
-        max_rows: capacity in rows if ``max_load`` is set, else 0.
+        max_rows: capacity in rows if ``max_load`` is set, else 0; ``ended`` then counts forwards.
         rows_RD: scratch: the input rows of the first GEMM, then the output rows of the second GEMM.
         compiled: kinds of layers whose kernels are compiled; ``FusedStrategy`` fills it.
     """
@@ -87,6 +88,7 @@ class Workspace:
         self._host_words = self.host_status.numpy()  # same memory; a tensor would be slower to read
         self._stream = torch.cuda.current_stream(device) if on_gpu else None
         self._plan_event = torch.cuda.Event() if on_gpu and not max_load else None
+        self.ended = ForwardCount(device)
         self._plan_ids = plan_ids
         self.layouts: dict[int, Layout] = {}
         self.launches = LaunchCache()
@@ -239,8 +241,7 @@ class Workspace:
             self.heap.free(tensor)
 
 
-# A torch operator's schema has no public type for Python objects: operators get an int handle.
-# The references are weak: the strategy owns the buffers.
+# The schema of an operator has no type for Python objects. Weak: strategies own the buffers.
 _BY_HANDLE: "weakref.WeakValueDictionary[int, Workspaces]" = weakref.WeakValueDictionary()
 _next_handle = itertools.count(1)
 
@@ -365,8 +366,7 @@ class Workspaces:
             try:
                 self._heap = open_heap(self.group, self.device)
             except RuntimeError as error:
-                advice = "the strategies sequential and chunked need none"
-                raise RuntimeError(f"{error}; {advice}") from error
+                raise RuntimeError(f"{error}; sequential and chunked need none") from error
         config = self.config
         if self._tuned is not None:
             wanted = TunedShape(

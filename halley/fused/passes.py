@@ -106,6 +106,8 @@ def run_forward(workspaces: Workspaces, call: LayerCall, *, part: int = 0) -> La
         results = _launch_gemms(workspace, call, plan, size)
     if not call.x_TD.is_cuda:  # interpreted kernels have finished, so failures are known
         workspace.check()
+    if workspace.max_rows:
+        workspace.ended.add()
     y_TD, rows, pre_RG = results
     # Cut saved tensors to the plan's sizes: predictions change between calls, but activation
     # checkpointing needs equal sizes in first run and recomputation.

@@ -5,7 +5,6 @@ TRITON_INTERPRET=0 pytest tests/fused/test_bounded_cuda.py
 
 import warnings
 from collections.abc import Callable
-from typing import final
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch import nn
 
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing
-from halley.fused.bounded import BoundedStep, make_workspaces
+from halley.fused.bounded import BoundedStep, CapturedStep, make_workspaces
 from halley.fused.buffers import Workspaces
 from halley.strategies.fused import FusedStrategy
 from tests.gpus import device_of, needs_kernels
@@ -24,6 +23,17 @@ pytestmark = needs_kernels
 
 NUM_TOKENS, HIDDEN, INNER, NUM_EXPERTS = 512, 256, 128, 8
 Step = Callable[..., torch.Tensor]
+# For each step: whether it overflows, and what happens to the gradients after it.
+STEPS = (
+    (False, "drop"),  # runs
+    (False, "drop"),  # is captured
+    (False, "drop"),
+    (True, "drop"),
+    (False, "zero"),
+    (True, "keep"),
+    (False, "keep"),
+    (False, "drop"),
+)
 
 
 def _experts(rank: int, device: torch.device) -> nn.ParameterList:
@@ -52,37 +62,15 @@ def _make_step(workspaces: Workspaces, weights: nn.ParameterList) -> Step:
     return step
 
 
-@final
-class _Captured:
-    """Runs a step once, then captures it, then replays the graph."""
-
-    def __init__(self, step: Step) -> None:
-        self.step, self.is_first = step, True
-        self.graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
-        if self.is_first:
-            self.is_first = False
-            return self.step(*args)
-        if self.graph is None:
-            self.args, self.graph = [each.clone() for each in args], torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                self.result = self.step(*self.args)
-        for mine, given in zip(self.args, args, strict=True):
-            mine.copy_(given)
-        self.graph.replay()
-        return self.result
-
-
 def _compare(rank: int, num_ranks: int) -> list[int]:
     """Return the number of repeated steps after each step; skewed steps overflow."""
     device, group = device_of(rank), dist.group.WORLD
     wanted, bounded = _experts(rank, device), _experts(rank, device)
     exact = _make_step(Workspaces(group, device), wanted)
     plain = _make_step(make_workspaces(group, device, max_load=1.2), bounded)
-    step = BoundedStep(_Captured(plain), plain, model=bounded)
+    step = BoundedStep(CapturedStep(plain, model=bounded), plain, model=bounded)
     generator, counts = torch.Generator().manual_seed(rank), list[int]()
-    for skewed in (False, False, False, True, False, True, False):
+    for skewed, after in STEPS:
         x_TD = torch.randn(NUM_TOKENS, HIDDEN, generator=generator).to(device, torch.bfloat16)
         most = NUM_EXPERTS // 2 if skewed else NUM_EXPERTS  # skewed: only experts of rank 0
         idx_TK = torch.rand(NUM_TOKENS, most, generator=generator).topk(2).indices.to(device)
@@ -94,10 +82,38 @@ def _compare(rank: int, num_ranks: int) -> list[int]:
         for parameter, other in zip(bounded, wanted, strict=True):
             assert torch.equal(parameter.grad, other.grad)
             for each in (parameter, other):
-                each.grad.zero_()
+                if after == "drop":
+                    each.grad = None
+                elif after == "zero":
+                    each.grad.zero_()
         counts.append(step.num_repeated)
     return counts
 
 
 def test_captured_steps_beyond_max_load_are_repeated(run_ranks: RunRanks) -> None:
-    assert run_ranks(_compare, 2) == [[0, 0, 0, 1, 1, 2, 2]] * 2
+    assert run_ranks(_compare, 2) == [[0, 0, 0, 1, 1, 2, 2, 2]] * 2
+
+
+def _is_running_after(rank: int, num_ranks: int) -> bool:
+    """Return whether the GPU still runs when a replayed step, which ends with a pause, returns."""
+    device, group = device_of(rank), dist.group.WORLD
+    weights = _experts(rank, device)
+    plain = _make_step(make_workspaces(group, device, max_load=2.0), weights)
+
+    def run(*args: torch.Tensor) -> torch.Tensor:
+        result = plain(*args)
+        torch.cuda._sleep(500_000_000)  # a quarter of a second
+        return result
+
+    step = BoundedStep(CapturedStep(run, model=weights), run, model=weights)
+    x_TD = torch.randn(NUM_TOKENS, HIDDEN, device=device, dtype=torch.bfloat16)
+    idx_TK = torch.rand(NUM_TOKENS, NUM_EXPERTS, device=device).topk(2).indices
+    weights_TK = torch.rand(NUM_TOKENS, 2, device=device)
+    for _ in range(3):
+        torch.cuda.synchronize()
+        step(x_TD, idx_TK, weights_TK)
+    return not torch.cuda.current_stream().query()
+
+
+def test_host_does_not_wait_for_the_end_of_a_step(run_ranks: RunRanks) -> None:
+    assert run_ranks(_is_running_after, 2) == [True, True]
