@@ -18,6 +18,7 @@ from halley.tools.timer import Row, results_path, summarise, time_keys, to_float
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-2  # of losses and gradient norms in bfloat16
 LAYERS = {"qwen3-30b-a3b": 4, "mixtral-8x7b": 2}
+MAX_LOAD = 1.25
 SWIGLU = "torchtitan.overrides.fused_swiglu.fused_grouped_experts"
 # The first is the reference. MinimalAsyncEP needs full checkpointing, and with it the host waits
 # for nothing, so torchtitan's CUDA graphs and fused SwiGLU are its best setting.
@@ -31,6 +32,7 @@ VARIANTS = {
             experts="minimal_async_ep", checkpointing="full", overrides=(SWIGLU,)
         ),
         "halley": Variant(experts="halley"),
+        "halley-graphs": Variant(experts="halley", cuda_graphs=True, max_load=MAX_LOAD),
         "standard-selective": Variant(experts="standard", checkpointing="selective"),
         "halley-selective": Variant(experts="halley", checkpointing="selective"),
         "halley-saved": Variant(experts="halley", checkpointing="selective+halley"),
@@ -42,12 +44,13 @@ VARIANTS = {
     "transformers": {
         "all_to_all": Variant(experts="all_to_all", compiled=False),
         "all_to_all-compiled": Variant(experts="all_to_all"),
+        "halley-graphs": Variant(experts="halley", cuda_graphs=True, max_load=MAX_LOAD),
         "halley": Variant(experts="halley", compiled=False),
         "halley-compiled": Variant(experts="halley"),
     },
 }
 DEFAULT = {
-    "torchtitan": "standard,minimal_async_ep,halley",
+    "torchtitan": "standard,minimal_async_ep,halley,halley-graphs",
     "transformers": ",".join(VARIANTS["transformers"]),
 }
 ON_CPU = DEFAULT | {"torchtitan": "standard,halley"}  # other kernels of torchtitan need a GPU

@@ -27,13 +27,15 @@ _NUM_IDS, _RUN = 1024, 64  # token ids that occur, and the length of a run of co
 class Variant:
     """A way to run experts: ``experts`` names it, "halley" or a form of the framework.
 
-    ``checkpointing`` is torchtitan's activation checkpointing: "selective", "full" or "none".
+    ``checkpointing`` is torchtitan's activation checkpointing: "selective", "full" or "none". With
+    ``cuda_graphs``, forward and backward are one CUDA graph; Halley's buffers have ``max_load``.
     """
 
     experts: str
     compiled: bool = True
     checkpointing: str = "none"
     cuda_graphs: bool = False
+    max_load: float = 0.0
     overrides: tuple[str, ...] = ()  # further values of torchtitan's ``--override.imports``
 
 

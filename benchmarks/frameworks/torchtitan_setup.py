@@ -135,7 +135,8 @@ def make_trainer(job: Job, variant: Variant) -> Trainer:
     """Return torchtitan's trainer of a variant: FSDP2, experts over all ranks, AdamW."""
     imports: list[Any] = list(variant.overrides)
     if variant.experts == "halley":
-        imports.append((HALLEY, {"strategy": job.strategy, "strict": True}))
+        options = {"strategy": job.strategy, "strict": True, "max_load": variant.max_load}
+        imports.append((HALLEY, options))
     loss = CrossEntropyLoss.Config(global_vocab_size=job.config().vocab_size)
     config = Trainer.Config(
         model_spec=make_model(job, variant),
@@ -168,7 +169,10 @@ def make_trainer(job: Job, variant: Variant) -> Trainer:
 def make_model(job: Job, variant: Variant) -> ModelSpec:
     """Return torchtitan's Qwen3-MoE with the sizes of the job's model."""
     size = job.config()
-    backend = "standard" if variant.experts == "halley" else variant.experts
+    backend, options = variant.experts, dict[str, Any]()
+    if backend == "halley":  # whose layers replace those of a backend
+        backend = "hybridep" if variant.cuda_graphs else "standard"
+        options = {"non_blocking_capacity_factor": 1.0} if variant.cuda_graphs else {}
     spec = qwen3.model_registry("30B-A3B")
     model = spec.model
     layers = qwen3._build_qwen3_moe_layers(
@@ -182,6 +186,7 @@ def make_model(job: Job, variant: Variant) -> ModelSpec:
         top_k=size.moe.top_k,
         attn_backend="flex",
         moe_comm_backend=backend,
+        **options,
         rope=CosSinRoPE.Config(dim=size.head_dim, max_seq_len=job.seq_len, theta=size.rope_theta),
     )
     if job.on_cpu:

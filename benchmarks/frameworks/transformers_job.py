@@ -15,11 +15,22 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import halley.integrations.transformers as halley_transformers
-from benchmarks.frameworks.job import CHECKED_STEP, Job, Measured, expert_gradient_norm, run_job
+from benchmarks.frameworks.job import (
+    CHECKED_STEP,
+    Job,
+    Measured,
+    Variant,
+    expert_gradient_norm,
+    run_job,
+)
 from halley.core.config import RunConfig
+from halley.fused.bounded import BoundedStep, CapturedStep
 from halley.integrations.transformers import find_extension_point
 from halley.tools.timer import max_over_ranks, time_interleaved
 from halley.train.hf_export import hf_config
+
+
+Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Switch:
@@ -27,9 +38,10 @@ class Switch:
 
     name = "all_to_all"
 
-    def register(self, strategy: str) -> str:
+    def register(self, job: Job) -> str:
         """Make Transformers build both for each experts module; return the name to ask for."""
-        halley_transformers.enable(strategy=strategy, strict=True)
+        max_load = max(variant.max_load for variant in job.variants.values())
+        halley_transformers.enable(strategy=job.strategy, strict=True, max_load=max_load)
         interface = find_extension_point().parallel.EPImplementationInterface
         built = {name: interface()[name] for name in ("all_to_all", "halley")}
 
@@ -55,7 +67,7 @@ def build_model(job: Job, switch: Switch) -> Any:
         config=transformers.AutoConfig.for_model(**fields),
         state_dict={},
         distributed_config=DistributedConfig(
-            fsdp_size=num_ranks, ep_size=num_ranks, ep_implementation=switch.register(job.strategy)
+            fsdp_size=num_ranks, ep_size=num_ranks, ep_implementation=switch.register(job)
         ),
         dtype=torch.bfloat16,
     )
@@ -64,12 +76,28 @@ def build_model(job: Job, switch: Switch) -> Any:
 
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return AdamW; a group of parameters has one mesh, because its operators take one."""
+    """Return fused AdamW, as Transformers' trainer; a group of parameters has one mesh."""
     groups: dict[Any, list[torch.nn.Parameter]] = {}
     for parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault(mesh, []).append(parameter)
-    return torch.optim.AdamW([{"params": group} for group in groups.values()], lr=3e-4)
+    return torch.optim.AdamW([{"params": group} for group in groups.values()], 3e-4, fused=True)
+
+
+def make_step(variant: Variant, model: Any, compiled: Any, switch: Switch) -> Step:
+    """Return forward and backward of a variant: a function of token ids that returns the loss."""
+    run = compiled if variant.compiled else model
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        switch.name = variant.experts
+        loss = run(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return loss.detach()
+
+    if not variant.cuda_graphs:
+        return step
+    captured = CapturedStep(step, model=model) if torch.cuda.is_available() else step
+    return BoundedStep(captured, step, model=model)
 
 
 def measure(job: Job) -> dict[str, Measured]:
@@ -85,58 +113,64 @@ def measure(job: Job) -> dict[str, Measured]:
     compiled = torch.compile(model, backend="aot_eager" if job.on_cpu else "inductor")
     local = [getattr(each, "_local_tensor", each).detach() for each in model.parameters()]
     saved = [each.to("cpu", copy=True) for each in local]
-    found, steps = dict[str, tuple[list[float], float, float]](), dict[str, Callable[[], Any]]()
-    for name, variant in job.variants.items():
+    model_mib = 0.0 if job.on_cpu else torch.cuda.memory_allocated() / 2**20
+    found = dict[str, tuple[list[float], float, float]]()
+    steps = {
+        name: make_step(variant, model, compiled, switch) for name, variant in job.variants.items()
+    }
+    for name, step in steps.items():
         for each, value in zip(local, saved, strict=True):
             each.copy_(value)
-        switch.name = variant.experts
-        found[name] = train(job, model, compiled if variant.compiled else model, device)
+        found[name] = train(job, model, step, device)
     optimizer = make_optimizer(model.parameters())
     ids = job.tokens(dist.get_rank(), CHECKED_STEP)[:, :-1].to(device)
-    for name, variant in job.variants.items():
-        run = compiled if variant.compiled else model
-        steps[name] = partial(timed_step, switch, variant.experts, run, ids, optimizer)
-    times = time_interleaved(steps, device=device, num_samples=job.num_samples, num_warmup=2)
+    runs = {name: partial(timed_step, step, ids, optimizer) for name, step in steps.items()}
+    times = time_interleaved(runs, device=device, num_samples=job.num_samples, num_warmup=2)
     halley = ", ".join(set(halley_transformers.describe(model).values()))
     return {
         name: Measured(
             samples_us=list(times[name].samples_us),
             losses=losses,
             gradient_norm=norm,
-            peak_mib=max_over_ranks([peak_mib], device=device, group=dist.group.WORLD)[0] or None,
+            peak_mib=max_over_ranks([model_mib + more_mib], device=device, group=dist.group.WORLD)[
+                0
+            ]
+            or None,
             ran=halley if job.variants[name].experts == "halley" else "",
         )
-        for name, (losses, norm, peak_mib) in found.items()
+        for name, (losses, norm, more_mib) in found.items()
     }
 
 
-def train(job: Job, model: Any, run: Any, device: torch.device) -> tuple[list[float], float, float]:
-    """Return losses of the first steps, the experts' first gradient norm and the peak memory."""
+def train(
+    job: Job, model: Any, forward_backward: Step, device: torch.device
+) -> tuple[list[float], float, float]:
+    """Return losses of the first steps, the experts' first gradient norm and the peak memory.
+
+    The peak is in MiB, without the model, whose memory all variants share, and without what earlier
+    variants hold.
+    """
+    held = 0 if job.on_cpu else torch.cuda.memory_allocated()
     optimizer = make_optimizer(model.parameters())
     losses, norm = list[torch.Tensor](), 0.0
     if not job.on_cpu:
         torch.cuda.reset_peak_memory_stats()
     for step in range(CHECKED_STEP):
         ids = job.tokens(dist.get_rank(), step)[:, :-1].to(device)
-        loss = run(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
+        losses.append(forward_backward(ids).to(torch.float32, copy=True))
         if step == 0:
             norm = expert_gradient_norm(model, ".experts.")
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach().float())
     total = torch.stack(losses)
     dist.all_reduce(total)
-    peak_mib = 0.0 if job.on_cpu else torch.cuda.max_memory_allocated() / 2**20
+    peak_mib = 0.0 if job.on_cpu else (torch.cuda.max_memory_allocated() - held) / 2**20
     return (total / dist.get_world_size()).tolist(), norm, peak_mib
 
 
-def timed_step(
-    switch: Switch, experts: str, run: Any, ids: torch.Tensor, optimizer: torch.optim.Optimizer
-) -> None:
-    """Run forward, backward and optimizer with one implementation of experts."""
-    switch.name = experts
-    run(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+def timed_step(forward_backward: Step, ids: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Run forward, backward and optimizer."""
+    forward_backward(ids)
     optimizer.step()
     optimizer.zero_grad()
 
