@@ -52,6 +52,7 @@ class Executor:
     Args:
         loss: name of the loss among the items' outputs.
         captures: whether the first step captures items of static shapes as CUDA graphs.
+        graph_bytes: predicted bytes of the memory of these graphs.
         sm_margins: number of SMs that dense and grouped GEMMs leave free for communication.
     """
 
@@ -63,6 +64,7 @@ class Executor:
         *,
         loss: str,
         captures: bool = False,
+        graph_bytes: int = 0,
         sm_margins: tuple[int, int] = (0, 0),
     ) -> None:
         check_order(items, order)
@@ -93,7 +95,7 @@ class Executor:
                 )
             )
         self._actions = actions[::-1]
-        self._captures = captures
+        self._captures, self._graph_bytes = captures, graph_bytes
         self._captured: list[_Action] = []
         self._addresses: list[int] = []  # of the parameters, when the items were captured
         # The tensors of ``.grad`` of the last step that have the memory of a CUDA graph's results.
@@ -143,7 +145,7 @@ class Executor:
 
         Later steps use the actions if they have all run and the parameters have these addresses.
         """
-        graphs, captured = SegmentGraphs(), list[_Action]()
+        graphs, captured = SegmentGraphs(self._graph_bytes), list[_Action]()
         fixed = [
             {k for k, value in each.items() if isinstance(value, nn.Parameter)} for each in values
         ]

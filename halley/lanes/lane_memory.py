@@ -5,7 +5,7 @@ of an order then follow from the first and the last item that has each of them.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
@@ -43,11 +43,13 @@ class MemoryRecord:
     Attributes:
         inside_bytes: on GPUs, the most bytes that an item of a microbatch has allocated at a time.
         rest_bytes: memory that is allocated before the step.
+        captured: indices of the items that CUDA graphs will run.
     """
 
     storages: Storages = field(default_factory=dict)
     inside_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
     rest_bytes: int = 0
+    captured: frozenset[int] = frozenset()
 
 
 @final
@@ -72,10 +74,13 @@ class StorageRecorder:
         self._num_microbatches = num_microbatches
         self._num_calls = [0] * len(items)
 
-    def record(self, *, rest_bytes: int) -> MemoryRecord:
-        """Return the record so far; ``rest_bytes`` are allocated before a step."""
+    def record(self, *, rest_bytes: int, captured: frozenset[int]) -> MemoryRecord:
+        """Return the record so far. For the arguments, see ``MemoryRecord``."""
         return MemoryRecord(
-            storages=self.storages, inside_bytes=self.inside_bytes, rest_bytes=rest_bytes
+            storages=self.storages,
+            inside_bytes=self.inside_bytes,
+            rest_bytes=rest_bytes,
+            captured=captured,
         )
 
     def _record(self, index: int, item: Item, call: Call, args: list[Any]) -> Sequence[Any]:
@@ -108,15 +113,43 @@ def _describe(item: Item, values: Sequence[Any]) -> tuple[ResultStorage, ...]:
     return tuple(found[len(item.inputs) :])
 
 
-def predict_total(items: Sequence[Item], memory: MemoryRecord, order: Order) -> int:
-    """Return the largest number of bytes that are allocated at a time in a step."""
+def predict_memory(items: Sequence[Item], memory: MemoryRecord, order: Order) -> tuple[int, int]:
+    """Return the bytes that CUDA graphs need, and the most bytes of all memory in a step.
+
+    CUDA graphs keep their memory for the whole step, so the other memory adds to its peak.
+    """
     ends = _find_ends(items, order)
     # The gradients of the first microbatch are ``.grad``, or are as many bytes.
     ends |= {(0, name): len(order) for item in items for name, _ in item.gradients}
-    alive = [0, *_alive_bytes(items, memory.storages, order, ends)]
-    inside = [memory.inside_bytes.get(each, 0) for each in order]
-    peaks = [before + more for before, more in zip(alive[:-1], inside, strict=True)]
-    return memory.rest_bytes + max(*alive, *peaks)
+    copied = _copied_bytes(items, memory)
+    peaks: list[int] = []
+    for chosen in (memory.captured, frozenset(range(len(items))) - memory.captured):
+        alive = [0, *_alive_bytes(items, memory.storages, order, ends, chosen)]
+        inside = [
+            memory.inside_bytes.get((microbatch, index), 0) + copied.get((microbatch, index), 0)
+            if index in chosen
+            else 0
+            for microbatch, index in order
+        ]
+        peaks.append(max(*alive, *(sum(pair) for pair in zip(alive[:-1], inside, strict=True))))
+    return peaks[0], memory.rest_bytes + sum(peaks)
+
+
+def _copied_bytes(items: Sequence[Item], memory: MemoryRecord) -> dict[tuple[int, int], int]:
+    """Return the bytes of the inputs that each captured item copies: results of other items."""
+    num_bytes = {
+        (microbatch, name): result.num_bytes
+        for (microbatch, index), results in memory.storages.items()
+        if index not in memory.captured
+        for name, result in zip(items[index].outputs, results, strict=False)
+    }
+    return {
+        (microbatch, index): sum(
+            num_bytes.get((microbatch, name), 0) for name in items[index].inputs
+        )
+        for microbatch, index in memory.storages
+        if index in memory.captured
+    }
 
 
 def predict_peak(items: Sequence[Item], storages: Storages, order: Order) -> int:
@@ -126,7 +159,8 @@ def predict_peak(items: Sequence[Item], storages: Storages, order: Order) -> int
     A gradient is alive until the same gradient of all earlier microbatches is there. Inputs of the
     step (parameters and the batch), ``.grad``, and memory inside of items are not counted.
     """
-    return max(0, *_alive_bytes(items, storages, order, _find_ends(items, order)))
+    ends = _find_ends(items, order)
+    return max(0, *_alive_bytes(items, storages, order, ends, range(len(items))))
 
 
 def _alive_bytes(
@@ -134,8 +168,9 @@ def _alive_bytes(
     storages: Storages,
     order: Order,
     ends: Mapping[tuple[int, str], int],
+    chosen: Container[int],
 ) -> list[int]:
-    """Return the bytes of values that are alive after each item of ``order``."""
+    """Return the bytes of ``chosen`` items' results that are alive after each item of ``order``."""
     ending: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for value, at in ends.items():
         ending[at].append(value)
@@ -148,7 +183,7 @@ def _alive_bytes(
         for name, result in zip(item.outputs, storages.get((microbatch, index), ()), strict=False):
             value, owner = (microbatch, name), (microbatch, result.owner)
             owners[value] = owner = owners.get(owner, owner)
-            if owner == value:
+            if owner == value and index in chosen:
                 num_bytes[value] = result.num_bytes
             if value in ends:
                 alive += num_bytes.get(owner, 0) if num_alive[owner] == 0 else 0

@@ -18,7 +18,7 @@ from typing import TypeVar, final
 from halley.cost.simulate import NO_CONTENTION, Contention, GraphTime
 from halley.lanes.cut import Item
 from halley.lanes.executor import Order, find_missing
-from halley.lanes.lane_memory import MemoryRecord, predict_peak, predict_total
+from halley.lanes.lane_memory import MemoryRecord, predict_memory, predict_peak
 from halley.lanes.lane_times import overlapped, predict
 
 
@@ -47,7 +47,8 @@ class LanePlan:
     sm_margins: tuple[int, int] = (0, 0)  # SMs that dense and grouped GEMMs leave free
     peak_bytes: int = 0  # predicted for this order
     peak_bytes_before: int = 0  # predicted for one microbatch after another
-    total_bytes: int = 0  # predicted by ``predict_total`` for this order
+    graph_bytes: int = 0  # of the memory of CUDA graphs, predicted by ``predict_memory``
+    total_bytes: int = 0  # of all memory, predicted by ``predict_memory``
 
 
 def plan_lanes(
@@ -99,6 +100,7 @@ def plan_lanes(
     if 0 in allowed and times[0].makespan_us < _MIN_GAIN * times[best].makespan_us:
         best = 0
     scheduler = makers[best]()
+    graph_bytes, total_bytes = predict_memory(items, memory, orders[best])
     return LanePlan(
         order=tuple(orders[best]),
         num_lanes=scheduler.num_lanes,
@@ -108,7 +110,8 @@ def plan_lanes(
         sm_margins=(contention.sm_margin, contention.grouped_sm_margin) if best else (0, 0),
         peak_bytes=peaks[best],
         peak_bytes_before=peaks[0],
-        total_bytes=predict_total(items, memory, orders[best]),
+        graph_bytes=graph_bytes,
+        total_bytes=total_bytes,
     )
 
 

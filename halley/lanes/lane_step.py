@@ -33,6 +33,7 @@ from halley.lanes.lane_memory import StorageRecorder
 from halley.lanes.lane_schedule import LanePlan, plan_lanes
 from halley.lanes.lane_times import find_memory_shares, measured_durations
 from halley.lanes.segment_compiler import SegmentCompiler
+from halley.lanes.segment_graphs import can_capture
 from halley.ops.sharded_parameters import ShardedParameters
 
 
@@ -291,6 +292,7 @@ class _Program:
             order,
             loss=self._loss,
             captures=self.plan is not None and self._captures,
+            graph_bytes=0 if self.plan is None else self.plan.graph_bytes,
             sm_margins=(0, 0) if self.plan is None else self.plan.sm_margins,
         )
 
@@ -308,6 +310,9 @@ class _Program:
         if self._device.type == "cuda" and self._groups:
             contention = measure_group_contention(self._groups[0], self._device)
 
+        captured = frozenset(
+            at for at, item in enumerate(self.items) if self._captures and can_capture(item)
+        )
         durations_us = measured_durations(self.items, self._keys, measured)
         predictor = predictor_of(self._device)
 
@@ -318,7 +323,7 @@ class _Program:
                     durations_us,
                     num_microbatches=self._options.num_microbatches,
                     max_lanes=self._options.max_lanes,
-                    memory=self._recorded.record(rest_bytes=rest_bytes),
+                    memory=self._recorded.record(rest_bytes=rest_bytes, captured=captured),
                     max_bytes=self._options.max_bytes,
                     contention=contention,
                     memory_shares=find_memory_shares(self.items, durations_us, predictor),

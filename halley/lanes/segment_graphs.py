@@ -2,7 +2,8 @@
 
 import gc
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, final
 
 import torch
@@ -26,13 +27,32 @@ class SegmentGraphs:
     own, which copies inputs whose addresses may change. A graph may use the memory of values whose
     last reader comes earlier in the order: the order is the same in each step. So a replay returns
     tensors that do not own their memory.
+
+    Args:
+        num_bytes: expected size of the pool, which then is one piece. Else torch allocates a piece
+            for each large tensor, and cannot join free pieces for a larger tensor.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_bytes: int) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
         gc.collect()  # frees CUDA objects now: freeing them during a capture would break it
         torch.cuda.empty_cache()  # the pool needs the memory that earlier steps have freed
+        size = {"dtype": torch.uint8, "device": "cuda"}
+        with suppress(torch.OutOfMemoryError):  # a run that needs less than predicted goes on
+            self._first = self._record(lambda: torch.zeros(max(num_bytes, 1), **size))
+
+    def _record(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """Return a CUDA graph of what ``run`` does, with memory of the pool."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        return graph
 
     def capture(
         self, call: Call, values: Sequence[Any], fixed: Sequence[bool], *, kept: Sequence[bool]
@@ -50,18 +70,16 @@ class SegmentGraphs:
         Returns:
             The function, and for each result whether nothing but its replay writes to its memory.
         """
-        graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                inputs = [
-                    value if is_fixed else value.new_empty_strided(value.shape, value.stride())
-                    for value, is_fixed in zip(values, fixed, strict=True)
-                ]
-                owned = [call([*inputs])]
-            finally:
-                graph.capture_end()
+        inputs, owned = list[Any](), list[Sequence[Any]]()
+
+        def run() -> None:
+            inputs.extend(
+                value if is_fixed else value.new_empty_strided(value.shape, value.stride())
+                for value, is_fixed in zip(values, fixed, strict=True)
+            )
+            owned.append(call([*inputs]))
+
+        graph = self._record(run)
         copied = [
             (at, _share_memory(inputs[at])) for at, is_fixed in enumerate(fixed) if not is_fixed
         ]

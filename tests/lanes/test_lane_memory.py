@@ -18,8 +18,8 @@ from halley.lanes.lane_memory import (
     ResultStorage,
     StorageRecorder,
     Storages,
+    predict_memory,
     predict_peak,
-    predict_total,
 )
 from halley.lanes.lane_schedule import plan_lanes
 from tests.compiler.model_case import fresh_graphs
@@ -79,10 +79,13 @@ def test_total_has_gradients_and_memory_inside_of_items() -> None:
     order = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     # The first gradient stays: 100, 110, 40, then 140, 150, and 40 after the second gradient.
     record = MemoryRecord(storages=storages, rest_bytes=1000)
-    assert predict_total(items, record, order) == 1150
+    assert predict_memory(items, record, order) == (0, 1150)
     # Before the last item, 150 bytes are alive, and it allocates 70.
     record = replace(record, inside_bytes={(0, 0): 160, (1, 2): 70})
-    assert predict_total(items, record, order) == 1220
+    assert predict_memory(items, record, order) == (0, 1220)
+    # The peak of the graphs' memory, 150 bytes, and of the other item's.
+    record = replace(record, captured=frozenset({0, 1}))
+    assert predict_memory(items, record, order) == (160, 1000 + 160 + 110)
 
 
 def _chain() -> tuple[list[Item], Storages, list[float]]:
@@ -96,6 +99,14 @@ def _chain() -> tuple[list[Item], Storages, list[float]]:
     results = [(_new("f:rows", 50),), (_new("f:sent", 30),), (_new("f:sent", 30),), ()]
     storages = {(each, at): results[at] for each in (0, 1) for at in range(len(items))}
     return items, storages, [10.0, 8.0, 0.0, 10.0]
+
+
+def test_graphs_copy_results_of_items_that_they_do_not_run() -> None:
+    items, storages, _ = _chain()
+    record = MemoryRecord(storages=storages, captured=frozenset({0, 3}))
+    order = [(0, 0), (0, 1), (0, 2), (0, 3)]
+    # The last item reads 50 bytes and a copy of 30 bytes. The 30 bytes themselves come from NCCL.
+    assert predict_memory(items, record, order) == (80, 110)
 
 
 def test_limit_of_memory_chooses_fewer_lanes() -> None:
