@@ -124,56 +124,79 @@ class CapturedStep:
     """Forward and backward of a microbatch: the first call runs, the second captures, later replay.
 
     A replay starts all kernels of the step by one call of the host, so the host's time for each
-    kernel no longer limits the step. Gradients add to those in ``.grad``, as without a graph.
+    kernel no longer limits the step. Gradients add to those in ``.grad``, as without a graph. This
+    takes time and memory for a copy, unless ``.grad`` is None (``zero_grad()``).
 
     Args:
-        step: forward and backward: a function of tensors of fixed shapes that returns a tensor. It
-            must not read values from the GPU, so Halley's layers need ``max_load``.
+        step: forward and backward. It must not read values from the GPU, so Halley's layers need
+            ``max_load``.
         model: the parameters whose gradients ``step`` computes. Their ``.grad`` has memory of the
             graph, which the next call overwrites: clone gradients that must live longer.
+        capture: makes a function that runs ``step`` in its first call, captures it in its second
+            call, and replays the graph in this and later calls. By default, arguments and result
+            of ``step`` are tensors, and each call overwrites the result of the last one.
     """
 
-    def __init__(self, step: Callable[..., torch.Tensor], *, model: nn.Module) -> None:
-        self._step, self._parameters = step, list(model.parameters())
-        self._is_first = True
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._args: list[torch.Tensor] = []
-        self._gradients: list[torch.Tensor | None] = []
-        self._result = torch.empty(0)
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        *,
+        model: nn.Module,
+        capture: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    ) -> None:
+        self._captured = _Graph(step) if capture is None else capture(step)
+        self._parameters = list(model.parameters())
+        self._num_calls = 0
+        self._gradients: list[torch.Tensor | None] = []  # that the graph writes
 
-    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
-        """Return the result of the step, which the next call overwrites."""
-        if self._is_first:
-            self._is_first = False
-            return self._step(*args)
+    def __call__(self, *args: Any) -> Any:
+        """Return the result of the step."""
+        self._num_calls += 1
+        if self._num_calls == 1:
+            return self._captured(*args)
         added = [each.grad for each in self._parameters]
-        if self._graph is None:
-            self._capture(args)
-        assert self._graph is not None
-        # The replay writes to these gradients.
-        added = [
-            old.clone() if old is not None and old is own else old
-            for old, own in zip(added, self._gradients, strict=True)
-        ]
-        for own, given in zip(self._args, args, strict=True):
-            own.copy_(given)
-        self._graph.replay()
+        if self._num_calls == 2:
+            for parameter in self._parameters:
+                parameter.grad = None  # so that backward writes a gradient and does not add to it
+            result = self._captured(*args)
+            self._gradients = [each.grad for each in self._parameters]
+        else:
+            # The replay overwrites its gradients.
+            added = [
+                old.clone() if old is not None and old is own else old
+                for old, own in zip(added, self._gradients, strict=True)
+            ]
+            result = self._captured(*args)
         for parameter, own, old in zip(self._parameters, self._gradients, added, strict=True):
             if own is not None and old is not None:
                 own += old
             parameter.grad = old if own is None else own
-        return self._result
+        return result
 
-    def _capture(self, args: tuple[torch.Tensor, ...]) -> None:
-        self._args = [each.clone() for each in args]
-        for parameter in self._parameters:
-            parameter.grad = None  # so that backward writes a gradient and does not add to it
-        graph = torch.cuda.CUDAGraph()
-        # "thread_local" allows the watchdog thread of NCCL to query events during the capture.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._result = self._step(*self._args)
-        self._gradients = [each.grad for each in self._parameters]
-        self._graph = graph
+
+@final
+class _Graph:
+    """Runs a function of tensors, then captures it in a CUDA graph, then replays the graph."""
+
+    def __init__(self, run: Callable[..., torch.Tensor]) -> None:
+        self._run, self._is_first = run, True
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._args: list[torch.Tensor] = []
+        self._result = torch.empty(0)
+
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        if self._is_first:
+            self._is_first = False
+            return self._run(*args)
+        if self._graph is None:
+            self._args, self._graph = [each.clone() for each in args], torch.cuda.CUDAGraph()
+            # "thread_local" allows the watchdog thread of NCCL to query events during the capture.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._result = self._run(*self._args)
+        for own, given in zip(self._args, args, strict=True):
+            own.copy_(given)
+        self._graph.replay()
+        return self._result
 
 
 @contextmanager

@@ -175,15 +175,22 @@ def wrap_with_cuda_graph(forward_backward: Any) -> Any:
     """Return a ``BoundedStep`` of the step that torchtitan's trainer captures in a CUDA graph.
 
     It replaces torchtitan's function of this name in the module of the trainer.
-    ``forward_backward`` is a method of the trainer.
+    ``forward_backward`` is a method of the trainer. With CUDA graphs, torchtitan sets gradients to
+    zero and adds to them. Halley's graph writes them, so the trainer drops them instead.
     """
     # Imported here: Triton is missing on some platforms.
-    from halley.fused.bounded import BoundedStep
+    from halley.fused.bounded import BoundedStep, CapturedStep
 
     graphs: Any = importlib.import_module("torchtitan.distributed.cudagraph")
     trainer = forward_backward.__self__
+    captured = forward_backward
+    if torch.cuda.is_available():  # else torchtitan captures nothing
+        capture, model = graphs.wrap_with_cuda_graph, trainer.model_parts[0]
+        captured = CapturedStep(forward_backward, model=model, capture=capture)
+        zero_grad = trainer.optimizers.zero_grad
+        trainer.optimizers.zero_grad = lambda set_to_none=True: zero_grad(set_to_none=True)
     return BoundedStep(
-        graphs.wrap_with_cuda_graph(forward_backward),
+        captured,
         forward_backward,
         model=trainer.model_parts[0],
         num_microbatches=trainer.gradient_accumulation_steps,

@@ -1,6 +1,8 @@
 """``BoundedStep`` repeats steps in which a rank gets more rows than ``max_load`` allows."""
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from halley.core.types import Experts, Routing
-from halley.fused.bounded import BoundedStep, make_workspaces
+from halley.fused.bounded import BoundedStep, CapturedStep, make_workspaces
 from halley.fused.buffers import Workspaces, find_workspaces
 from halley.interpreter import INTERPRETED
 from halley.strategies.fused import FusedStrategy
@@ -158,6 +160,57 @@ def test_calls_outside_of_a_step_have_buffers_that_grow() -> None:
     )
     step()
     assert found == [workspaces.bounded]
+
+
+class _Replays:
+    """Stands for a CUDA graph: from the second call on, it writes gradients to the same memory."""
+
+    def __init__(self, model: nn.Module, step: Callable[..., Any]) -> None:
+        self.parameters, self.step, self.num_calls = list(model.parameters()), step, 0
+        self.written: list[Any] = []
+
+    def __call__(self, *args: Any) -> Any:
+        self.num_calls += 1
+        before = [each.grad for each in self.parameters]
+        if self.num_calls > 2:
+            for each in self.parameters:
+                each.grad = None
+        result = self.step(*args)
+        if self.num_calls == 2:
+            self.written = [each.grad for each in self.parameters]
+        elif self.num_calls > 2:
+            for each, old, own in zip(self.parameters, before, self.written, strict=True):
+                own.copy_(each.grad)
+                each.grad = old
+        return result
+
+
+def test_gradients_of_a_captured_step_add_up() -> None:
+    """Else a step would lose gradients, or train on those of an earlier one."""
+    torch.manual_seed(0)
+    wanted, found = nn.Linear(4, 3), nn.Linear(4, 3)
+    found.load_state_dict(wanted.state_dict())
+
+    def make(model: nn.Module) -> Callable[..., Any]:
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().sum()
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    exact = make(wanted)
+    captured = CapturedStep(make(found), model=found, capture=partial(_Replays, found))
+    for after in ("keep", "keep", "drop", "drop", "zero", "keep", "keep", "drop", "keep"):
+        x = torch.randn(5, 4)
+        assert torch.equal(captured(x), exact(x))
+        for one, other in zip(found.parameters(), wanted.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+            for each in (one, other):
+                if after == "drop":
+                    each.grad = None
+                elif after == "zero":
+                    each.grad.zero_()  # type: ignore[union-attr]
 
 
 _EMPTY = nn.Identity()
