@@ -84,12 +84,11 @@ class Workspace:
             self.status = make_status(records, device)
             self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
             self.host_status = torch.zeros(HOST_STATUS_WORDS, dtype=torch.int64, pin_memory=on_gpu)
-        self._records = records
+        self._records, self._plan_ids = records, plan_ids
         self._host_words = self.host_status.numpy()  # same memory; a tensor would be slower to read
         self._stream = torch.cuda.current_stream(device) if on_gpu else None
         self._plan_event = torch.cuda.Event() if on_gpu and not max_load else None
         self.ended = ForwardCount(device)
-        self._plan_ids = plan_ids
         self.layouts: dict[int, Layout] = {}
         self.launches = LaunchCache()
         self.compiled: set[tuple[object, ...]] = set()
@@ -366,7 +365,8 @@ class Workspaces:
             try:
                 self._heap = open_heap(self.group, self.device)
             except RuntimeError as error:
-                raise RuntimeError(f"{error}; sequential and chunked need none") from error
+                advice = "the strategies sequential and chunked need none"
+                raise RuntimeError(f"{error}; {advice}") from error
         config = self.config
         if self._tuned is not None:
             wanted = TunedShape(

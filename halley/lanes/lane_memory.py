@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -113,8 +113,15 @@ def _describe(item: Item, values: Sequence[Any]) -> tuple[ResultStorage, ...]:
     return tuple(found[len(item.inputs) :])
 
 
-def predict_memory(items: Sequence[Item], memory: MemoryRecord, order: Order) -> tuple[int, int]:
-    """Return the bytes that CUDA graphs need, and the most bytes of all memory in a step.
+class StepMemory(NamedTuple):
+    """The most bytes that a step needs: in CUDA graphs, and in all."""
+
+    graph_bytes: int
+    total_bytes: int
+
+
+def predict_memory(items: Sequence[Item], memory: MemoryRecord, order: Order) -> StepMemory:
+    """Return the memory of a step.
 
     CUDA graphs keep their memory for the whole step, so the other memory adds to its peak.
     """
@@ -132,7 +139,7 @@ def predict_memory(items: Sequence[Item], memory: MemoryRecord, order: Order) ->
             for microbatch, index in order
         ]
         peaks.append(max(*alive, *(sum(pair) for pair in zip(alive[:-1], inside, strict=True))))
-    return peaks[0], memory.rest_bytes + sum(peaks)
+    return StepMemory(graph_bytes=peaks[0], total_bytes=memory.rest_bytes + sum(peaks))
 
 
 def _copied_bytes(items: Sequence[Item], memory: MemoryRecord) -> dict[tuple[int, int], int]:

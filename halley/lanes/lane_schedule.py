@@ -100,7 +100,6 @@ def plan_lanes(
     if 0 in allowed and times[0].makespan_us < _MIN_GAIN * times[best].makespan_us:
         best = 0
     scheduler = makers[best]()
-    graph_bytes, total_bytes = predict_memory(items, memory, orders[best])
     return LanePlan(
         order=tuple(orders[best]),
         num_lanes=scheduler.num_lanes,
@@ -110,8 +109,7 @@ def plan_lanes(
         sm_margins=(contention.sm_margin, contention.grouped_sm_margin) if best else (0, 0),
         peak_bytes=peaks[best],
         peak_bytes_before=peaks[0],
-        graph_bytes=graph_bytes,
-        total_bytes=total_bytes,
+        **predict_memory(items, memory, orders[best])._asdict(),
     )
 
 
