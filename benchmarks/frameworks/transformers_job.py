@@ -81,8 +81,8 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Opti
     for parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault(mesh, []).append(parameter)
-    # A rate of the start of a warm-up. With 3e-4 from the first step, the random routers of Qwen3
-    # send 1.8 times as many rows to one rank as to the mean after two steps.
+    # A rate of the start of a warm-up. With 3e-4 from the first step, random routers soon send most
+    # rows to one rank.
     return torch.optim.AdamW([{"params": group} for group in groups.values()], 3e-6, fused=True)
 
 
