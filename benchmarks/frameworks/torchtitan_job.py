@@ -60,12 +60,12 @@ def run_on_cpu() -> None:
         reset_peak_stats=lambda: None,
     )
     vars(metrics)["build_device_memory_monitor"] = lambda: monitor
-    vars(dist)["all_to_all"] = _all_to_all
+    vars(dist)["all_to_all"] = all_to_all_with_gloo
     vars(utils)["set_pg_timeouts"] = lambda **_: None  # its barrier needs the index of a GPU
     assert torchtitan.trainer
 
 
-def _all_to_all(outputs: list[Any], inputs: list[Any], group: Any = None) -> None:
+def all_to_all_with_gloo(outputs: list[Any], inputs: list[Any], group: Any = None) -> None:
     """Replace gloo's all-to-all, which needs equal numbers of rows."""
     send, receive = ([part.shape[0] for part in parts] for parts in (inputs, outputs))
     received = torch.cat(outputs)

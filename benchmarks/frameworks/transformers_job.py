@@ -115,7 +115,7 @@ def measure(job: Job) -> dict[str, Measured]:
     compiled = torch.compile(model, backend="aot_eager" if job.on_cpu else "inductor")
     local = [getattr(each, "_local_tensor", each).detach() for each in model.parameters()]
     saved = [each.to("cpu", copy=True) for each in local]
-    model_mib = 0.0 if job.on_cpu else torch.cuda.memory_allocated() / 2**20
+    model_bytes = 0 if job.on_cpu else torch.cuda.memory_allocated()
     found = dict[str, tuple[list[float], float, float]]()
     steps = {
         name: make_step(variant, model, compiled, switch) for name, variant in job.variants.items()
@@ -123,7 +123,7 @@ def measure(job: Job) -> dict[str, Measured]:
     for name, step in steps.items():
         for each, value in zip(local, saved, strict=True):
             each.copy_(value)
-        found[name] = train(job, model, step, device)
+        found[name] = train(job, model, step, device, model_bytes)
     optimizer = make_optimizer(model.parameters())
     ids = job.tokens(dist.get_rank(), CHECKED_STEP)[:, :-1].to(device)
     runs = {name: partial(timed_step, step, ids, optimizer) for name, step in steps.items()}
@@ -139,25 +139,21 @@ def measure(job: Job) -> dict[str, Measured]:
             samples_us=list(times[name].samples_us),
             losses=losses,
             gradient_norm=norm,
-            peak_mib=max_over_ranks([model_mib + more_mib], device=device, group=dist.group.WORLD)[
-                0
-            ]
-            or None,
+            peak_mib=peak_mib or None,
             ran=describe(steps[name]) if job.variants[name].experts == "halley" else "",
         )
-        for name, (losses, norm, more_mib) in found.items()
+        for name, (losses, norm, peak_mib) in found.items()
     }
 
 
 def train(
-    job: Job, model: Any, forward_backward: Step, device: torch.device
+    job: Job, model: Any, forward_backward: Step, device: torch.device, model_bytes: int
 ) -> tuple[list[float], float, float]:
     """Return losses of the first steps, the experts' first gradient norm and the peak memory.
 
-    The peak is in MiB, without the model, whose memory all variants share, and without what earlier
-    variants hold.
+    The peak is that of the rank with the largest one, in MiB, without what earlier variants hold.
     """
-    held = 0 if job.on_cpu else torch.cuda.memory_allocated()
+    earlier_bytes = 0 if job.on_cpu else torch.cuda.memory_allocated() - model_bytes
     optimizer = make_optimizer(model.parameters())
     losses, norm = list[torch.Tensor](), 0.0
     if not job.on_cpu:
@@ -171,7 +167,8 @@ def train(
         optimizer.zero_grad()
     total = torch.stack(losses)
     dist.all_reduce(total)
-    peak_mib = 0.0 if job.on_cpu else (torch.cuda.max_memory_allocated() - held) / 2**20
+    peak_bytes = 0 if job.on_cpu else torch.cuda.max_memory_allocated() - earlier_bytes
+    (peak_mib,) = max_over_ranks([peak_bytes / 2**20], device=device, group=dist.group.WORLD)
     return (total / dist.get_world_size()).tolist(), norm, peak_mib
 
 

@@ -57,7 +57,8 @@ class BoundedStep:
     ranks exchange, on their CPUs, whether buffers were too small. So backward still runs when the
     call returns, and the host can start the optimizer. If buffers were too small, all ranks restore
     the buffers of the model (``model.buffers()``), set all gradients to zero, and run the
-    microbatches since the last optimizer step again by ``exact``.
+    microbatches since the last optimizer step again by ``exact``. A failure of a kernel is a
+    ``RuntimeError``, that of a kernel of backward in the next call.
 
     Args:
         bounded: forward and backward of one microbatch, for example a function that captures a
@@ -210,10 +211,10 @@ def _bounded_step() -> Iterator[None]:
 
 @final
 class _Forwards:
-    """Finds out when the GPU has ended the forward passes of a step, also of a replayed graph."""
+    """Waits until the GPU has ended the forward passes of a step, also of a replayed graph."""
 
     def __init__(self) -> None:
-        # By workspace: the number of forward passes of a step, and their number at its end.
+        # By workspace: the number of forward passes of a step, and the count at the end of a step.
         self._num_each: dict[Workspace, int] = {}
         self._targets: dict[Workspace, int] = {}
 

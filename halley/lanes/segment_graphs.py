@@ -39,7 +39,8 @@ class SegmentGraphs:
         gc.collect()  # frees CUDA objects now: freeing them during a capture would break it
         torch.cuda.empty_cache()  # the pool needs the memory that earlier steps have freed
         size = {"dtype": torch.uint8, "device": "cuda"}
-        with suppress(torch.OutOfMemoryError):  # a run that needs less than predicted goes on
+        # Without memory for one piece, torch allocates pieces as the graphs need them.
+        with suppress(torch.OutOfMemoryError):
             self._first = self._record(lambda: torch.zeros(max(num_bytes, 1), **size))
 
     def _record(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:

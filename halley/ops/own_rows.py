@@ -1,7 +1,7 @@
 """On GPUs, start an all-to-all without the rows that a rank sends to itself; copy those.
 
-NCCL moves them through its channels like all other rows. With two ranks they take 30 % of the time
-of an all-to-all on one channel, and a copy in memory takes 1 % of it.
+NCCL moves them through its channels like all other rows. With two ranks and one channel, an
+all-to-all moves 14 GB/s with them and 19 GB/s without (docs/multinode.md).
 """
 
 from collections.abc import Sequence

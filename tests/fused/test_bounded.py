@@ -1,8 +1,11 @@
 """``BoundedStep`` repeats steps in which a rank gets more rows than ``max_load`` allows."""
 
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch import nn
 from halley.core.types import Experts, Routing
 from halley.fused.bounded import BoundedStep, CapturedStep, make_workspaces
 from halley.fused.buffers import Workspaces, find_workspaces
+from halley.fused.kernels import peer
 from halley.interpreter import INTERPRETED
 from halley.strategies.fused import FusedStrategy
 from tests.fused.kernel_case import KernelCase
@@ -26,6 +30,7 @@ SIZES: dict[str, Any] = {"num_experts": 2, "top_k": 1}
 BALANCED = LayerCase(num_tokens_W=(30, 30), seed=1, **SIZES)
 # All 60 rows for the expert of one rank, whose buffers hold 48: 30 and the padding.
 CROWD = LayerCase(num_tokens_W=(30, 30), skew="one-hot", seed=3, **SIZES)
+ALONE = LayerCase(num_tokens_W=(30,), num_experts=1, top_k=1, seed=5)
 MORE_TOKENS = LayerCase(num_tokens_W=(40, 10), seed=4, **SIZES)
 
 
@@ -160,6 +165,37 @@ def test_calls_outside_of_a_step_have_buffers_that_grow() -> None:
     )
     step()
     assert found == [workspaces.bounded]
+
+
+def test_host_waits_until_the_gpu_has_ended_the_forward_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread stands for a GPU that replays a graph. Without the wait, no step is repeated."""
+    workspaces = make_workspaces(None, CPU, max_load=1.0)
+    strategy, model = build(workspaces), Layers(0)
+    busy = SimpleNamespace(query=lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: busy)
+    repeated: list[str] = []
+
+    def replay() -> None:
+        (workspace,) = workspaces.bounded.all()  # type: ignore[union-attr]
+        time.sleep(0.2)
+        workspace.host_status[0] = peer.MAX_ROWS.value << 48 | 99
+        for _ in range(2):  # layers of the model
+            workspace.ended._on_host += 1
+
+    def bounded() -> None:
+        if not workspaces.bounded.all():  # type: ignore[union-attr]
+            model.run(strategy, ALONE, 0)
+        else:
+            threading.Thread(target=replay).start()
+
+    step = BoundedStep(bounded, lambda: repeated.append("exact"), model=model)
+    step()
+    assert not repeated
+    with pytest.warns(UserWarning, match="got 99 rows, more than max_load allows"):
+        step()
+    assert repeated == ["exact"]
 
 
 class _Replays:

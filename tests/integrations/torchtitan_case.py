@@ -16,6 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.frameworks.torchtitan_job import all_to_all_with_gloo
+
 
 _REASON = "torchtitan is not installed: make compat runs these tests with it"
 
@@ -137,20 +139,11 @@ def on_cpu(case: Case) -> Iterator[None]:
         for name, module in list(sys.modules.items()):
             if name.startswith("torchtitan.") and hasattr(module, "device_type"):
                 patch.setattr(module, "device_type", "cpu")
-        patch.setattr(dist, "all_to_all", _all_to_all)
+        patch.setattr(dist, "all_to_all", all_to_all_with_gloo)
         if case.dtype == "float32":
             patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
             patch.setattr(halley_torchtitan, "_DTYPE", torch.float32)
         yield
-
-
-def _all_to_all(outputs: list[Any], inputs: list[Any], group: Any = None) -> None:
-    """Replace gloo's all-to-all, which needs equal numbers of rows."""
-    to, come = ([part.shape[0] for part in parts] for parts in (inputs, outputs))
-    received = torch.cat(outputs)
-    dist.all_to_all_single(received, torch.cat(inputs), come, to, group=group)
-    for output, part in zip(outputs, received.split(come), strict=True):
-        output.copy_(part)
 
 
 def build_model(case: Case, model_config: Any) -> tuple[Any, Any]:
