@@ -35,6 +35,8 @@ from torchtitan.trainer import Trainer
 
 from benchmarks.frameworks.job import (
     CHECKED_STEP,
+    EMBEDDING_STD,
+    LEARNING_RATE,
     NUM_WARMUP,
     Job,
     Measured,
@@ -144,7 +146,7 @@ def make_trainer(job: Job, variant: Variant) -> Trainer:
         tokenizer=NoTokenizer(),
         dataloader=Tokens(job=job),
         metrics=Steps.Config(log_freq=1),
-        optimizer=default_adamw(lr=3e-4),
+        optimizer=default_adamw(lr=LEARNING_RATE),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
         training=TrainingConfig(
             local_batch_size=job.batch_size,
@@ -198,7 +200,12 @@ def make_model(job: Job, variant: Variant) -> ModelSpec:
         dim=dim,
         vocab_size=vocab_size,
         norm=replace(model.norm, normalized_shape=dim),
-        tok_embeddings=replace(model.tok_embeddings, embedding_dim=dim, num_embeddings=vocab_size),
+        tok_embeddings=replace(
+            model.tok_embeddings,
+            embedding_dim=dim,
+            num_embeddings=vocab_size,
+            param_init={"weight": partial(nn.init.normal_, std=EMBEDDING_STD)},
+        ),
         lm_head=replace(model.lm_head, in_features=dim, out_features=vocab_size),
         layers=layers,
     )

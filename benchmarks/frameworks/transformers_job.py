@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 import halley.integrations.transformers as halley_transformers
 from benchmarks.frameworks.job import (
     CHECKED_STEP,
+    EMBEDDING_STD,
+    LEARNING_RATE,
     Job,
     Measured,
     Variant,
@@ -71,6 +73,8 @@ def build_model(job: Job, switch: Switch) -> Any:
         ),
         dtype=torch.bfloat16,
     )
+    with torch.no_grad():
+        model.get_input_embeddings().weight.normal_(std=EMBEDDING_STD)
     model.train()
     return model
 
@@ -81,9 +85,8 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Opti
     for parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault(mesh, []).append(parameter)
-    # A rate of the start of a warm-up. With 3e-4 from the first step, random routers soon send most
-    # rows to one rank.
-    return torch.optim.AdamW([{"params": group} for group in groups.values()], 3e-6, fused=True)
+    parameter_groups = [{"params": group} for group in groups.values()]
+    return torch.optim.AdamW(parameter_groups, LEARNING_RATE, fused=True)
 
 
 def make_step(variant: Variant, model: Any, compiled: Any, switch: Switch) -> Step:
