@@ -156,11 +156,13 @@ def train(
 
     The peak is that of the rank with the largest one, in MiB, without what earlier variants hold.
     """
-    earlier_bytes = 0 if job.on_cpu else torch.cuda.memory_allocated() - model_bytes
+    earlier_bytes = 0
+    if not job.on_cpu:
+        torch._C._cuda_clearCublasWorkspaces()
+        earlier_bytes = torch.cuda.memory_allocated() - model_bytes
+        torch.cuda.reset_peak_memory_stats()
     optimizer = make_optimizer(model.parameters())
     losses, norm = list[torch.Tensor](), 0.0
-    if not job.on_cpu:
-        torch.cuda.reset_peak_memory_stats()
     for step in range(CHECKED_STEP):
         ids = job.tokens(dist.get_rank(), step)[:, :-1].to(device)
         losses.append(forward_backward(ids).to(torch.float32, copy=True))

@@ -37,7 +37,6 @@ _BUFFERS = {
     "combine_mib": "combine buffer, symmetric",
     "weight_grads_mib": "gradients of routing weights, symmetric",
     "symm_mib": "all symmetric",
-    "rows_mib": "fetched rows, local",
     "plan_mib": "plan of a call",
 }
 

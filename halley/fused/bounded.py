@@ -191,6 +191,8 @@ class _Graph:
             return self._run(*args)
         if self._graph is None:
             self._args, self._graph = [each.clone() for each in args], torch.cuda.CUDAGraph()
+            # The capture's stream gets 64 MiB of its own; the next eager call allocates them again.
+            torch._C._cuda_clearCublasWorkspaces()
             # "thread_local" allows the watchdog thread of NCCL to query events during the capture.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._result = self._run(*self._args)

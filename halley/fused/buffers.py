@@ -3,7 +3,6 @@
 import itertools
 import weakref
 from collections.abc import Iterator
-from functools import partial
 from typing import ClassVar, NamedTuple, final
 
 import torch
@@ -56,7 +55,6 @@ class Workspace:
             grown, it replaces the saved tensors, but not attributes of the autograd context.
         layouts: by plan id, also old layouts, which the backward of earlier calls needs.
         max_rows: capacity in rows if ``max_load`` is set, else 0; ``ended`` then counts forwards.
-        rows_RD: scratch: the input rows of the first GEMM, then the output rows of the second GEMM.
         compiled: kinds of layers whose kernels are compiled; ``FusedStrategy`` fills it.
     """
 
@@ -94,15 +92,9 @@ class Workspace:
         self.compiled: set[tuple[object, ...]] = set()
         self.layout, self.plan_id, self._symmetric = self._allocate(max_tokens)
         balanced = max_tokens * shape.top_k * shape.tp_size
-        num_rows = int((max_load or _GROWTH) * balanced) + config.block_m * self.layout.num_local
+        num_rows = int(max_load * balanced) + config.block_m * self.layout.num_local
         num_rows = min(num_rows, self.layout.max_tiles * config.block_m)
-        num_bytes = num_rows * shape.hidden_size * shape.dtype.itemsize
-        try:
-            self.rows_RD = heap.on_all_ranks(num_bytes, partial(self._make_rows, num_rows))
-        except MemoryError:
-            self._free(self._symmetric)
-            raise
-        self.max_rows = len(self.rows_RD) if max_load else 0
+        self.max_rows = round_up_rows(num_rows, multiple=config.block_m) if max_load else 0
         bound = min(self.max_rows + 2 * TASK_ROWS, self.layout.max_copies)
         fixed = PlanSize(num_rows=self.max_rows, num_copies=bound) if max_load else None
         self.plan_sizes = PlanSizes(config.block_m, fixed=fixed)
@@ -141,7 +133,7 @@ class Workspace:
         device, previous = self.heap.device, self._stream
         if previous is None or current_stream(device.index) == previous.cuda_stream:
             return
-        # The previous stream may still use ``rows_RD``. A captured graph cannot wait for that
+        # The previous stream may still use the buffers. A captured graph cannot wait for that
         # stream, so the caller must order the replays of a graph.
         if not torch.cuda.is_current_stream_capturing():
             self._stream = torch.cuda.current_stream(device)
@@ -155,7 +147,7 @@ class Workspace:
     def persistent_tensors(self) -> list[torch.Tensor]:
         """Return the tensors of the workspace; their addresses change only when it grows."""
         symmetric = [part for each in self._symmetric for part in (each.local, each.ptrs_W)]
-        return [self.status, self.counters, self.host_status, self.rows_RD, *symmetric]
+        return [self.status, self.counters, self.host_status, *symmetric]
 
     def check(self) -> None:
         """Raise a ``RuntimeError`` if a kernel of this workspace has ever reported a failure."""
@@ -193,17 +185,6 @@ class Workspace:
         self.layout, self.plan_id, self._symmetric = self._allocate(capacity)
         self.launches.clear()
         self._free(old)
-
-    def grow_rows(self, num_rows: int) -> None:
-        """Replace ``rows_RD`` by a buffer of at least ``num_rows`` rows, on this rank only."""
-        grown = min(int(_GROWTH * num_rows), self.layout.max_tiles * self.config.block_m)
-        self.rows_RD = self._make_rows(max(num_rows, grown))
-        self.launches.clear()
-
-    def _make_rows(self, num_rows: int) -> torch.Tensor:
-        num_rows = round_up_rows(num_rows, multiple=self.config.block_m)
-        shape = (num_rows, self.shape.hidden_size)
-        return torch.empty(shape, dtype=self.shape.dtype, device=self.heap.device)
 
     def _allocate(self, max_tokens: int) -> tuple[Layout, torch.Tensor, list[SymmTensor]]:
         """Allocate symmetric buffers; return layout, plan id and buffers. A collective."""

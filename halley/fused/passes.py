@@ -87,18 +87,12 @@ def run_forward(workspaces: Workspaces, call: LayerCall, *, part: int = 0) -> La
     workspace = workspaces.find(call.x_TD, call.topk_idx_TK, call.up_LGD)
     while True:
         predicted = workspace.plan_sizes.predict(call.up_LGD, part=part)
-        if call.save == "none":  # no tensor of this size outlives the call: use the full capacity
-            predicted = predicted._replace(num_rows=workspace.rows_RD.shape[0])
-        elif predicted.num_rows > workspace.rows_RD.shape[0]:
-            workspace.grow_rows(predicted.num_rows)
         plan, *results = _launch_all(workspace, call, predicted)
         size = workspace.read_plan(call.up_LGD, part=part)
         if not size.needed_tokens:
             break
         del results
         workspace.grow_tokens(size.needed_tokens)  # all ranks read the same number, so all grow
-    if size.num_rows > workspace.rows_RD.shape[0]:
-        workspace.grow_rows(size.num_rows)
     copies_fit = call.save != "inputs" or size.num_copies <= predicted.num_copies
     # Launch the GEMMs if none ran, or if they did nothing because a predicted size was too small.
     if not (results and copies_fit and size.num_rows <= predicted.num_rows):
@@ -153,11 +147,13 @@ def _launch_gemms(
     pre_RG = x_TD.new_empty(num_rows, up_LGD.shape[1] if save == "all" else 0)
     num_saved = size.num_copies if save == "inputs" else num_rows
     rows = x_TD.new_empty(num_saved, hidden_size if save in ("all", "inputs") else 0)
+    # The input rows of the first GEMM if they are not saved, then the output rows of the second.
+    scratch_RD = x_TD.new_empty(num_rows, hidden_size)
     context = workspace.context()
     dispatch_gemm(
         context,
         plan,
-        x_RD=rows if save == "all" else workspace.rows_RD,
+        x_RD=rows if save == "all" else scratch_RD,
         h_RF=h_RF,
         pre_RG=pre_RG if save == "all" else None,
         up_LGD=up_LGD,
@@ -170,7 +166,7 @@ def _launch_gemms(
         context,
         plan,
         y_TD=y_TD,
-        z_RD=workspace.rows_RD,
+        z_RD=scratch_RD,
         rows=h_RF,
         weights=call.down_LDF,
         fused=call.fused,
@@ -339,7 +335,7 @@ def launch_token_gradients(
         context,
         plan,
         y_TD=dx_TD,
-        z_RD=workspace.rows_RD,
+        z_RD=torch.empty_like(dy_RD),
         rows=dpre_RG,
         weights=up_LGD,
         fused=options.fused,

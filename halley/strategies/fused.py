@@ -14,7 +14,7 @@ import torch
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing, Save, Task, check_routing, local_experts
 from halley.cost.hardware import Predictor
-from halley.fused.buffers import Workspace, Workspaces
+from halley.fused.buffers import Workspace, Workspaces, find_workspaces
 from halley.fused.kernels.layout import MAX_CHUNKS
 from halley.fused.op import (
     WHOLE_LAYER,
@@ -123,7 +123,8 @@ class FusedStrategy(AbstractStrategy):
     def prepare(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> Workspace:
         """Check inputs; return the layer's buffers. If missing, allocate them: a collective."""
         self._check_all(x_TD, routing, experts)
-        return self.workspaces.find(x_TD, routing.topk_idx_TK, experts.up_LGD)
+        workspaces = find_workspaces(self.workspaces.handle)
+        return workspaces.find(x_TD, routing.topk_idx_TK, experts.up_LGD)
 
     def compile(
         self, x_TD: torch.Tensor, routing: Routing, experts: Experts, *, backward: bool
@@ -161,7 +162,7 @@ class FusedStrategy(AbstractStrategy):
         kind: tuple[object, ...] = tuple(
             (t.shape, t.dtype, t.device, t.stride(), t.data_ptr() % _ROW_ALIGNMENT) for t in tensors
         )
-        kind += (backward, experts.activation)
+        kind += (backward, experts.activation, Workspaces.in_bounded_step)
         if kind in self._checked:
             return
         workspace = self.prepare(x_TD, routing, experts)

@@ -118,7 +118,6 @@ def measure_buffers(workspace: "Workspace") -> dict[str, float]:
         "combine_mib": buffers.combine_buffer.local.nbytes,
         "weight_grads_mib": buffers.dweight_buffer.local.nbytes,
         "symm_mib": workspace.symmetric_bytes,
-        "rows_mib": workspace.rows_RD.nbytes,
         "plan_mib": workspace.layout.plan_words * torch.int32.itemsize,
     }
     return {name: number / 2**20 for name, number in num_bytes.items()}
@@ -184,7 +183,8 @@ def layer_memory(
     else:
         saved += copies if save == "inputs" else 0
         recomputed_rows, recomputed_pre, recomputed_activations = rows, pre, activations
-    forward = saved + capacity_rows * activation_bytes + tokens  # the output has the tokens' size
+    # The second GEMM reads activations and writes rows; the output has the size of the tokens.
+    forward = saved + capacity_rows * (activation_bytes + row_bytes) + tokens
     at_start = saved + tokens + recomputed_rows  # the output's gradient is as large as ``tokens``
     # With save="inputs", backward frees the token copies when it has recomputed the rows.
     until_end = at_start - (copies if save == "inputs" else 0)
@@ -198,7 +198,7 @@ def layer_memory(
         forward,
         at_start + recomputed_pre + recomputed_activations,
         dispatched + weights,
-        dispatched - recomputed_pre + results,
+        dispatched - recomputed_pre + rows + results,
         dispatched - recomputed_pre - weight_grads + results + down_grad,
         until_end + pre + results + down_grad + up_grad,
     )

@@ -38,7 +38,7 @@ CHOICE = LayerChoice(
     access_problem="",
     buffers={
         "routing_mib": 0.25, "send_mib": 1.0, "combine_mib": 4.0, "weight_grads_mib": 0.5,
-        "symm_mib": 5.75, "rows_mib": 2.5, "plan_mib": 0.125,
+        "symm_mib": 5.75, "plan_mib": 0.125,
     },
     no_buffers="",
     memory={"all": LayerMemory(saved=3 * 2**20, peak=2**31)},

@@ -255,3 +255,13 @@ _EMPTY = nn.Identity()
 def test_number_of_microbatches_is_checked() -> None:
     with pytest.raises(ValueError, match=r"^num_microbatches \(0\) must be at least 1$"):
         BoundedStep(print, print, model=_EMPTY, num_microbatches=0)
+
+
+def test_layer_in_a_bounded_step_allocates_only_buffers_of_fixed_sizes() -> None:
+    workspaces = make_workspaces(None, CPU, max_load=1.5)
+    x_TD, routing, _ = make_tokens(ALONE, 0)
+    prepare = partial(build(workspaces).prepare, x_TD, routing, local_experts_of(ALONE, 0))
+    steps = BoundedStep(prepare, prepare, model=nn.Linear(1, 1))
+    assert steps().max_rows >= 45
+    assert workspaces.all() == []
+    assert prepare().max_rows == 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import itertools
 import re
 
 import pytest
@@ -10,10 +11,11 @@ import torch.distributed as dist
 
 from halley.core.timeline import Recorder
 from halley.core.types import Experts
-from halley.fused.buffers import Workspace, Workspaces
+from halley.fused.buffers import Workspaces
 from halley.fused.kernels.layout import EPOCH
 from halley.interpreter import registered_memory
 from halley.strategies.fused import FusedStrategy
+from halley.symm_mem import heap
 from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import (
     CPU,
@@ -82,16 +84,16 @@ def test_first_buffers_hold_max_tokens() -> None:
     assert [w.context().send_buffer.local.shape[1] for w in workspaces.all()] == [100]
 
 
-def test_plan_with_more_rows_than_the_scratch_runs_again() -> None:
-    """The scratch keeps the larger size."""
+def test_plan_with_more_rows_than_predicted_runs_again() -> None:
     workspaces = Workspaces(None, CPU)
     strategy = build(workspaces)
     case = LayerCase(num_tokens_W=(40,), top_k=4)
     _check_case(strategy, case, 0)
     (workspace,) = workspaces.all()
-    workspace.rows_RD = workspace.rows_RD[:16]
+    sizes = workspace.plan_sizes
+    sizes.last = sizes.last._replace(num_rows=16)
     _check_case(strategy, dataclasses.replace(case, seed=1), 0)
-    assert len(workspace.rows_RD) >= 160
+    assert sizes.last.num_rows >= 160
 
 
 def _run_layers(rank: int, num_ranks: int) -> None:
@@ -133,15 +135,21 @@ def _run_out_of_memory(rank: int, num_ranks: int) -> None:
     strategy = build(workspaces)
     case = LayerCase(num_tokens_W=(8, 5))
 
-    def fail(self: Workspace, num_rows: int) -> torch.Tensor:
-        raise torch.OutOfMemoryError("pretended")
+    map_memory, calls = heap._map, itertools.count()
 
+    def fail(path: str, num_bytes: int) -> torch.Tensor:
+        if next(calls) == 3:  # of the second buffer: each maps the memory of two ranks
+            raise torch.OutOfMemoryError("pretended")
+        return map_memory(path, num_bytes)
+
+    before = dict(registered_memory)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(Workspace, "_make_rows", fail)
+            patch.setattr(heap, "_map", fail)
         with pytest.raises(MemoryError, match=r"rank 1 of 2 has no \d+ bytes .*pretended"):
             _output(strategy, case, rank)
     assert workspaces.all() == []
+    assert len(registered_memory) == len(before)  # the first buffer is free again
     _check_case(strategy, case, rank)  # with memory again
     workspaces.close()
 
