@@ -86,7 +86,7 @@ def run_forward(workspaces: Workspaces, call: LayerCall, *, part: int = 0) -> La
     """
     workspace = workspaces.find(call.x_TD, call.topk_idx_TK, call.up_LGD)
     while True:
-        predicted = workspace.plan_sizes.predict(call.up_LGD, part=part)
+        predicted = workspace.plan_sizes.predict(call.up_LGD, part=part, saves=call.save != "none")
         plan, *results = _launch_all(workspace, call, predicted)
         size = workspace.read_plan(call.up_LGD, part=part)
         if not size.needed_tokens:
