@@ -69,6 +69,7 @@ class BoundedStep:
 
     Attributes:
         num_repeated: number of calls so far after which microbatches were repeated.
+        needed_load: a ``max_load`` that has room for the rows of these calls.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class BoundedStep:
         self._microbatches: list[tuple[Any, ...]] = []  # arguments since the last optimizer step
         self._saved: list[torch.Tensor] = []
         self._forwards = _Forwards()
-        self.num_repeated = 0
+        self.num_repeated, self.needed_load = 0, 0.0
 
     def __call__(self, *args: Any) -> Any:
         if not self._microbatches:
@@ -96,8 +97,9 @@ class BoundedStep:
         with self._forwards.counted(), _bounded_step():
             result = self._bounded(*args)
         self._forwards.wait()
-        if problem := _find_overflow():
-            self._report(problem)
+        problem, needed_load = _find_overflow()
+        if problem:
+            self._report(problem, needed_load)
             self._restore()
             for microbatch in self._microbatches:
                 result = self._exact(*microbatch)
@@ -113,11 +115,13 @@ class BoundedStep:
             if parameter.grad is not None:  # keep its memory, whose address a graph has
                 parameter.grad.zero_()
 
-    def _report(self, problem: str) -> None:
+    def _report(self, problem: str, needed_load: float) -> None:
         self.num_repeated += 1
+        self.needed_load = max(self.needed_load, needed_load)
         if self.num_repeated == 1 and (not dist.is_initialized() or dist.get_rank() == 0):
+            needed = f"a max_load of {needed_load} has room; " if needed_load else ""
             remedy = "the step runs again with exact sizes, and num_repeated counts such steps"
-            warnings.warn(f"{problem}; {remedy}", stacklevel=3)
+            warnings.warn(f"{problem}; {needed}{remedy}", stacklevel=3)
 
 
 @final
@@ -251,14 +255,16 @@ def _bounded_workspaces() -> list[Workspace]:
     return [workspace for each in _BOUNDED for workspace in each.all()]
 
 
-def _find_overflow() -> str:
-    """Return why buffers of a rank were too small, or "" if they were not; reset them if so.
+def _find_overflow() -> tuple[str, float]:
+    """Return why buffers of a rank were too small and the needed ``max_load``; reset the buffers.
 
+    Without such buffers, the reason is "" and nothing is reset. The load is 0 if there were too
+    many tokens.
     A collective of all ranks of the job, also of those that share no experts: they may share other
     collectives of the step. Another failure of a kernel is a ``RuntimeError``.
     """
     workspaces = _bounded_workspaces()
-    own = ""
+    own, own_load = "", 0.0
     for workspace in workspaces:
         try:
             workspace.check()
@@ -266,17 +272,19 @@ def _find_overflow() -> str:
             if not is_overflow(workspace.host_status):
                 raise
             own = own or str(error)
+            own_load = max(own_load, workspace.needed_load())
     if not _any_rank(bool(own)):
-        return ""
+        return "", 0.0
     _wait_for_gpu()
     group = dist.group.WORLD
-    problems = all_gather_objects(own, group=group, operation="the report of a repeated step")
+    operation = "the report of a repeated step"
+    reports = all_gather_objects((own, own_load), group=group, operation=operation)
     # All kernels of all ranks have ended, so no rank reads or writes flags between these barriers.
     for workspace in workspaces:
         _reset(workspace)
     _wait_for_gpu()
     all_gather_objects("", group=group, operation="the start of a repeated step")
-    return next(problem for problem in problems if problem)
+    return next(problem for problem, _ in reports if problem), max(load for _, load in reports)
 
 
 def _reset(workspace: Workspace) -> None:

@@ -1,6 +1,7 @@
 """Buffers of fused MoE layers: one workspace per layer shape, shared by all its layers."""
 
 import itertools
+import math
 import weakref
 from collections.abc import Iterator
 from typing import ClassVar, NamedTuple, final
@@ -15,7 +16,7 @@ from halley.fused.config import ConfigTable, KernelConfig, TunedShape, default_c
 from halley.fused.forward_count import ForwardCount
 from halley.fused.kernels.layout import NUM_COUNTERS, TASK_ROWS, KernelContext, Layout, make_layout
 from halley.fused.kernels.marks import ProgramRecords, make_status
-from halley.fused.kernels.peer import HOST_STATUS_WORDS, check, is_overflow
+from halley.fused.kernels.peer import HOST_STATUS_WORDS, check, is_overflow, overflow_rows
 from halley.fused.replay import LaunchCache, PlanSize, PlanSizes, round_up_rows
 from halley.ops.kernels.launch import current_stream
 from halley.symm_mem.heap import AbstractSymmHeap, SymmTensor, open_heap
@@ -91,8 +92,8 @@ class Workspace:
         self.launches = LaunchCache()
         self.compiled: set[tuple[object, ...]] = set()
         self.layout, self.plan_id, self._symmetric = self._allocate(max_tokens)
-        balanced = max_tokens * shape.top_k * shape.tp_size
-        num_rows = int(max_load * balanced) + config.block_m * self.layout.num_local
+        self._balanced_rows = max_tokens * shape.top_k * shape.tp_size
+        num_rows = int(max_load * self._balanced_rows) + config.block_m * self.layout.num_local
         num_rows = min(num_rows, self.layout.max_tiles * config.block_m)
         self.max_rows = round_up_rows(num_rows, multiple=config.block_m) if max_load else 0
         bound = min(self.max_rows + 2 * TASK_ROWS, self.layout.max_copies)
@@ -103,6 +104,11 @@ class Workspace:
     def symmetric_bytes(self) -> int:
         """Number of bytes of this rank's buffers that kernels of other ranks read or write."""
         return sum(tensor.local.nbytes for tensor in self._symmetric)
+
+    def needed_load(self) -> float:
+        """Return a ``max_load`` with room for the rows of an overflow, or 0 without one."""
+        num_rows = overflow_rows(self.host_status) - self.config.block_m * self.layout.num_local
+        return max(0, math.ceil(100 * num_rows / self._balanced_rows)) / 100
 
     def context(self, layout: Layout | None = None) -> KernelContext:
         """Return buffers and settings for kernels; ``layout`` defaults to the newest layout."""

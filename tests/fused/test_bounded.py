@@ -56,12 +56,14 @@ class Layers(nn.Module):
         return loss.detach()
 
 
-def _train(rank: int, num_ranks: int, steps: list[list[LayerCase]]) -> tuple[list[int], list[str]]:
+def _train(
+    rank: int, num_ranks: int, steps: list[list[LayerCase]], max_load: float = 1.0
+) -> tuple[list[int], list[str]]:
     """Run steps of microbatches with and without bounds; return numbers of repetitions, warnings.
 
     Loss of each microbatch that was run last, gradients and buffers must have the same bits.
     """
-    exact, bounded = Workspaces(dist.group.WORLD, CPU), _make_bounded()
+    exact, bounded = Workspaces(dist.group.WORLD, CPU), _make_bounded(max_load)
     wanted, found = Layers(rank), Layers(rank)
     strategy = build(bounded)
 
@@ -89,8 +91,8 @@ def _train(rank: int, num_ranks: int, steps: list[list[LayerCase]]) -> tuple[lis
     return counts, [str(warning.message) for warning in caught]
 
 
-def _make_bounded() -> Workspaces:
-    return make_workspaces(dist.group.WORLD, CPU, max_load=1.0)
+def _make_bounded(max_load: float = 1.0) -> Workspaces:
+    return make_workspaces(dist.group.WORLD, CPU, max_load=max_load)
 
 
 def test_steps_with_too_many_rows_have_the_bits_of_an_unbounded_run(run_ranks: RunRanks) -> None:
@@ -102,9 +104,11 @@ def test_steps_with_too_many_rows_have_the_bits_of_an_unbounded_run(run_ranks: R
     assert len(said) == 1
     assert said[0].startswith("rank 0: the experts of rank 0 got ")
     assert said[0].endswith(
-        " rows, more than max_load allows; the step runs again with exact sizes, and "
-        "num_repeated counts such steps"
+        " rows, more than max_load allows; a max_load of 1.6 has room; the step runs again with "
+        "exact sizes, and num_repeated counts such steps"
     )
+    for counts, _ in run_ranks(_train, 2, [[BALANCED], [CROWD]], 1.6):
+        assert counts == [0, 0]
 
 
 def test_all_microbatches_of_a_step_are_repeated(run_ranks: RunRanks) -> None:

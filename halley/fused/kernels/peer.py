@@ -52,6 +52,12 @@ def is_overflow(host_status: torch.Tensor) -> bool:
     return int(host_status[0]) >> 48 in (MAX_ROWS.value, MAX_TOKENS.value)
 
 
+def overflow_rows(host_status: torch.Tensor) -> int:
+    """Return how many rows a rank got if they are more than its buffers hold, else 0."""
+    code = int(host_status[0])
+    return code & 0xFFFFFFFF if code >> 48 == MAX_ROWS.value else 0
+
+
 def check(host_status: torch.Tensor, *, rank: int, timeout_s: float) -> None:
     """Raise a RuntimeError, naming this rank and the cause, if ``host_status`` has a failure code.
 
