@@ -195,7 +195,7 @@ class _Graph:
             return self._run(*args)
         if self._graph is None:
             self._args, self._graph = [each.clone() for each in args], torch.cuda.CUDAGraph()
-            # The capture's stream gets 64 MiB of its own; the next eager call allocates them again.
+            # Free the memory that cuBLAS keeps for streams, 64 MiB: the capture allocates its own.
             torch._C._cuda_clearCublasWorkspaces()
             # "thread_local" allows the watchdog thread of NCCL to query events during the capture.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
@@ -256,10 +256,11 @@ def _bounded_workspaces() -> list[Workspace]:
 
 
 def _find_overflow() -> tuple[str, float]:
-    """Return why buffers of a rank were too small and the needed ``max_load``; reset the buffers.
+    """Return why buffers of a rank were too small and which ``max_load`` has room; reset them.
 
-    Without such buffers, the reason is "" and nothing is reset. The load is 0 if there were too
-    many tokens.
+    If no buffers were too small, the reason is "" and nothing is reset. The load is 0 if it was
+    the number of tokens that was too large.
+
     A collective of all ranks of the job, also of those that share no experts: they may share other
     collectives of the step. Another failure of a kernel is a ``RuntimeError``.
     """
