@@ -179,10 +179,24 @@ def make_rows(
             samples_us, losses = found.pop("samples_us"), found.pop("losses")
             error = differ(losses, found["gradient_norm"], reference)
             row |= {"loss": losses[-1], "max_rel_err": error}
+            row["bit_equal"] = has_bits_of_plain(name, variants, results)
             if error <= TOLERANCE:
                 row |= time_keys(summarise(samples_us))
         rows.append(row | found)
     return rows
+
+
+def has_bits_of_plain(
+    name: str, variants: dict[str, Variant], results: dict[str, dict[str, Any]]
+) -> bool | None:
+    """Return whether a variant with CUDA graphs has the bits of the same one without, if it ran."""
+    plain = dataclasses.replace(variants[name], cuda_graphs=False, max_load=0.0)
+    own = results[name]
+    for other, variant in variants.items():
+        found = results[other]
+        if other != name and variant == plain and "error" not in found:
+            return all(own[key] == found[key] for key in ("losses", "gradient_norm"))
+    return None
 
 
 def differ(losses: list[float], norm: float, reference: dict[str, Any]) -> float:
