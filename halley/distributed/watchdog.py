@@ -276,12 +276,16 @@ class Watchdog:
             if peer not in self._exit_reasons and self._num_silent[peer] >= limit
         ]
         # A rank that ended normally counts as lost only if this rank has an error to explain.
-        departed = [
-            f"rank {peer} (rank {peer} ended early: {exit_reason})"
+        departed = {
+            peer: f"rank {peer} (rank {peer} ended early: {exit_reason})"
             for peer, exit_reason in sorted(self._exit_reasons.items())
             if self._explaining or exit_reason != _FINISHED
+        }
+        # Name no rank that ended because it had lost another one, unless all did.
+        causes = [
+            text for peer, text in departed.items() if f": rank {peer} {_LOST}rank" not in text
         ]
-        lost = " and ".join(silent) or " and ".join(departed)
+        lost = " and ".join(silent or causes or departed.values())
         verdict = f"{_LOST}{lost}" if lost else self._find_stuck()
         if verdict and self._rank == 0:
             self._store.set("verdict", verdict)

@@ -126,6 +126,17 @@ def test_error_says_why_a_rank_left(start_job: Start, behaviour: str, reason: st
         assert end == (1, [line])
 
 
+def test_rank_that_ended_because_of_another_is_not_named():
+    """A slow rank sees both at once: rank 1, which ended, and rank 2, which had lost rank 1."""
+    watchdog = Watchdog(HashStore(), rank=0, num_ranks=3)
+    watchdog._explaining = True
+    lost = "lost rank 1 (rank 1 ended early: its training was over)"
+    reasons = {1: "its training was over", 2: f"RuntimeError: rank 2 {lost} in step 3"}
+    watchdog._exit_reasons = reasons
+    watchdog._judge()
+    assert watchdog._verdict == lost
+
+
 def test_ranks_that_end_one_after_the_other_are_not_lost(start_job: Start):
     ends = start_job("ends").ends([0, 1, 2])
     assert ends == dict.fromkeys(range(NUM_RANKS), (0, []))
