@@ -21,10 +21,10 @@ from halley.tools.timer import machine_keys
 CHECKED_STEP = 3
 NUM_WARMUP = 10
 # With the usual 0.02, all tokens of a random model have nearly equal hidden states and equal
-# experts: the fullest expert of Qwen3 gets 15 times the mean, and with 1.0 up to 4 times.
+# experts: the fullest expert of Qwen3 gets up to 16 times the mean, and with 1.0 up to 4 times.
 EMBEDDING_STD = 1.0
 # A rate of the start of a warm-up. With 3e-4 from the first step, random routers soon send most
-# rows to one rank, and each variant's routers send other rows.
+# rows to one rank, and the routers of the variants then send different rows.
 LEARNING_RATE = 3e-6
 _NUM_IDS, _RUN = 1024, 64  # token ids that occur, and the length of a run of consecutive ids
 
@@ -91,7 +91,7 @@ class Measured:
 
     samples_us: list[float]
     losses: list[float]  # of the first ``CHECKED_STEP`` steps
-    gradient_norm: float  # of the experts in the first step
+    gradient_norm: float  # of the experts in the last of these steps, which CUDA graphs replay
     peak_mib: float | None
     ran: str  # how Halley says that it ran the experts
 

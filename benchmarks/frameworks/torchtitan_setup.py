@@ -68,7 +68,7 @@ class Steps(MetricsProcessor):
         self.losses.append(global_avg_loss)
         if step > NUM_WARMUP and torch.cuda.is_available():
             self.peak_mib = max(self.peak_mib, torch.cuda.max_memory_allocated() / 2**20)
-        if step == 1:
+        if step == CHECKED_STEP:
             self.gradient_norm = expert_gradient_norm(self.model_parts[0], "inner_experts")
         super().log(step, global_avg_loss, *others, **named)
         self._begin = time.perf_counter()

@@ -152,9 +152,10 @@ def measure(job: Job) -> dict[str, Measured]:
 def train(
     job: Job, model: Any, forward_backward: Step, device: torch.device, model_bytes: int
 ) -> tuple[list[float], float, float]:
-    """Return losses of the first steps, the experts' first gradient norm and the peak memory.
+    """Return losses of the first steps, and the experts' gradient norm and memory in these steps.
 
-    The peak is that of the rank with the largest one, in MiB, without what earlier variants hold.
+    The norm is that of the last step, which CUDA graphs replay. The peak of memory is that of the
+    rank with the largest one, in MiB, without what earlier variants hold.
     """
     earlier_bytes = 0
     if not job.on_cpu:
@@ -166,7 +167,7 @@ def train(
     for step in range(CHECKED_STEP):
         ids = job.tokens(dist.get_rank(), step)[:, :-1].to(device)
         losses.append(forward_backward(ids).to(torch.float32, copy=True))
-        if step == 0:
+        if step + 1 == CHECKED_STEP:
             norm = expert_gradient_norm(model, ".experts.")
         optimizer.step()
         optimizer.zero_grad()

@@ -281,9 +281,11 @@ class Watchdog:
             for peer, exit_reason in sorted(self._exit_reasons.items())
             if self._explaining or exit_reason != _FINISHED
         }
-        # Name no rank that ended because it had lost another one, unless all did.
+        # Name no rank that ended because it had lost another one of them, unless all did.
         causes = [
-            text for peer, text in departed.items() if f": rank {peer} {_LOST}rank" not in text
+            text
+            for peer, text in departed.items()
+            if not any(f": rank {peer} {_LOST}rank {other} " in text for other in departed)
         ]
         lost = " and ".join(silent or causes or departed.values())
         verdict = f"{_LOST}{lost}" if lost else self._find_stuck()

@@ -69,7 +69,8 @@ class BoundedStep:
 
     Attributes:
         num_repeated: number of calls so far after which microbatches were repeated.
-        needed_load: a ``max_load`` that has room for the rows of these calls.
+        needed_load: a ``max_load`` with room for the layers in which these calls exceeded it. Later
+            layers of the same calls may need more.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class BoundedStep:
         self.num_repeated += 1
         self.needed_load = max(self.needed_load, needed_load)
         if self.num_repeated == 1 and (not dist.is_initialized() or dist.get_rank() == 0):
-            needed = f"a max_load of {needed_load} has room; " if needed_load else ""
+            needed = f"this layer needs a max_load of {needed_load}; " if needed_load else ""
             remedy = "the step runs again with exact sizes, and num_repeated counts such steps"
             warnings.warn(f"{problem}; {needed}{remedy}", stacklevel=3)
 
@@ -131,6 +132,9 @@ class CapturedStep:
     A replay starts all kernels of the step by one call of the host, so the host's time for each
     kernel no longer limits the step. Gradients add to those in ``.grad``, as without a graph. This
     takes time and memory for a copy, unless ``.grad`` is None (``zero_grad()``).
+
+    The capture frees cuBLAS's workspaces of all streams. Capture a graph of your own after this one
+    if cuBLAS had run on its stream before the capture.
 
     Args:
         step: forward and backward. It must not read values from the GPU, so Halley's layers need

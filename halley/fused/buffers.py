@@ -92,10 +92,8 @@ class Workspace:
         self.launches = LaunchCache()
         self.compiled: set[tuple[object, ...]] = set()
         self.layout, self.plan_id, self._symmetric = self._allocate(max_tokens)
-        self._balanced_rows = max_tokens * shape.top_k * shape.tp_size
-        num_rows = int(max_load * self._balanced_rows) + config.block_m * self.layout.num_local
-        num_rows = min(num_rows, self.layout.max_tiles * config.block_m)
-        self.max_rows = round_up_rows(num_rows, multiple=config.block_m) if max_load else 0
+        self._max_tokens = max_tokens
+        self.max_rows = self.rows_for(max_tokens, load=max_load) if max_load else 0
         bound = min(self.max_rows + 2 * TASK_ROWS, self.layout.max_copies)
         fixed = PlanSize(num_rows=self.max_rows, num_copies=bound) if max_load else None
         self.plan_sizes = PlanSizes(config.block_m, fixed=fixed)
@@ -105,10 +103,18 @@ class Workspace:
         """Number of bytes of this rank's buffers that kernels of other ranks read or write."""
         return sum(tensor.local.nbytes for tensor in self._symmetric)
 
+    def rows_for(self, num_tokens: int, *, load: float = _GROWTH) -> int:
+        """Return the rows of a rank that gets ``load`` times the mean of ``num_tokens`` a rank."""
+        num_rows = int(load * num_tokens * self.shape.top_k * self.shape.tp_size)
+        num_rows += self.config.block_m * self.layout.num_local  # each expert's last tile
+        num_rows = min(num_rows, self.layout.max_tiles * self.config.block_m)
+        return round_up_rows(num_rows, multiple=self.config.block_m)
+
     def needed_load(self) -> float:
         """Return a ``max_load`` with room for the rows of an overflow, or 0 without one."""
         num_rows = overflow_rows(self.host_status) - self.config.block_m * self.layout.num_local
-        return max(0, math.ceil(100 * num_rows / self._balanced_rows)) / 100
+        balanced = self._max_tokens * self.shape.top_k * self.shape.tp_size
+        return max(0, math.ceil(100 * num_rows / balanced)) / 100
 
     def context(self, layout: Layout | None = None) -> KernelContext:
         """Return buffers and settings for kernels; ``layout`` defaults to the newest layout."""

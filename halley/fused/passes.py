@@ -86,7 +86,11 @@ def run_forward(workspaces: Workspaces, call: LayerCall, *, part: int = 0) -> La
     """
     workspace = workspaces.find(call.x_TD, call.topk_idx_TK, call.up_LGD)
     while True:
-        predicted = workspace.plan_sizes.predict(call.up_LGD, part=part, saves=call.save != "none")
+        predicted = workspace.plan_sizes.predict(call.up_LGD, part=part)
+        if call.save == "none" and not workspace.max_rows:
+            # No tensor of this size outlives the call, so leave room for a larger load.
+            num_rows = max(predicted.num_rows, workspace.rows_for(call.x_TD.shape[0]))
+            predicted = predicted._replace(num_rows=num_rows)
         plan, *results = _launch_all(workspace, call, predicted)
         size = workspace.read_plan(call.up_LGD, part=part)
         if not size.needed_tokens:

@@ -57,18 +57,16 @@ class PlanSizes:
         self.last = PlanSize(num_rows=0, num_copies=0)  # size of the newest plan of any layer
         self.by_layer: Any = WeakIdKeyDictionary()  # Any, because torch gives its methods no types
 
-    def predict(self, up_LGD: torch.Tensor, *, part: int = 0, saves: bool = True) -> PlanSize:
+    def predict(self, up_LGD: torch.Tensor, *, part: int = 0) -> PlanSize:
         """Predict a plan's size from this layer part's last plan; if it has none, from any layer's.
 
         Before the first plan, the size is 0 rows; with ``max_load``, the size is always ``fixed``.
-        A call that saves nothing for backward (``saves`` is False) gets room for 1/4 more rows.
         """
         if self.fixed is not None:
             return self.fixed
         last: PlanSize = self.by_layer.get(up_LGD, {}).get(part, self.last)
-        num_rows = last.num_rows if saves else last.num_rows * 5 // 4
         return PlanSize(
-            num_rows=rows_with_margin(num_rows, multiple=self.block_m),
+            num_rows=rows_with_margin(last.num_rows, multiple=self.block_m),
             num_copies=rows_with_margin(last.num_copies, multiple=TASK_ROWS),
         )
 

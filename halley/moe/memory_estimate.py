@@ -23,7 +23,6 @@ Shard = Literal["none", "optimizer", "all"]
 
 _ITEMSIZE = 2  # of bfloat16
 _WITH_BUFFERS = ("fused", "hierarchical", "deduplicated")  # strategies that run Halley's kernels
-_ROW_GROWTH = 1.25  # ``fused.buffers`` allocates this multiple of the balanced rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,9 +212,7 @@ def _fused_buffers(model: ModelConfig, where: Parallelism, *, num_tokens: int) -
         max_tokens=1 << (most_tokens - 1).bit_length(), block_m=config.block_m,
         tp_size=where.tp_size,
     )  # fmt: skip
-    num_rows = _ROW_GROWTH * num_tokens * moe.top_k * where.tp_size
-    num_rows = min(num_rows + config.block_m * layout.num_local, layout.max_tiles * config.block_m)
-    vectors = num_rows + (2 + num_ranks) * most_tokens  # rows, send and combine buffers
+    vectors = (2 + num_ranks) * most_tokens  # send and combine buffers
     words = layout.routing_words + num_ranks * most_tokens * moe.top_k
     return vectors * hidden * _ITEMSIZE + words * 4.0
 
@@ -267,11 +264,13 @@ def _backward_bytes(
         number = num_parameters(model, ep_size=where.ep_size, tp_size=where.tp_size)
         whole = 3 * (number - 2 * model.vocab_size * hidden) / model.num_layers * _ITEMSIZE
         share = where.ep_size / where.num_ranks
-    # Gradients of the pre-activations, weighted activations and output rows, with those of the
-    # second projection; then (the last two are free) with those of both projections.
+    # Gradients of the pre-activations, weighted activations and output rows, in fused layers with
+    # the rows of the combine; then with the gradient of the second projection; then (the last two
+    # are free) with those of both projections.
+    combine = num_rows * (up_size + inner + 2 * hidden) * _ITEMSIZE if where.runs_kernels else 0.0
     first = num_rows * (up_size + inner + hidden) * _ITEMSIZE + down * _ITEMSIZE
     second = num_rows * up_size * _ITEMSIZE + (up + down) * _ITEMSIZE
     # Then saved rows are free, and the float32 sums of both projections exist beside the last
     # gradient in bfloat16.
     third = (up + down) * 4 * share + up * _ITEMSIZE - routed
-    return whole + dx + max(first, second, third)
+    return whole + dx + max(combine, first, second, third)

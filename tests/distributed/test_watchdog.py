@@ -136,6 +136,11 @@ def test_rank_that_ended_because_of_another_is_not_named():
     watchdog._judge()
     assert watchdog._verdict == lost
 
+    # If the rank that it had lost is not known to have ended, it is named.
+    watchdog._verdict, watchdog._exit_reasons = None, {2: reasons[2]}
+    watchdog._judge()
+    assert watchdog._verdict == f"lost rank 2 (rank 2 ended early: {reasons[2]})"
+
 
 def test_ranks_that_end_one_after_the_other_are_not_lost(start_job: Start):
     ends = start_job("ends").ends([0, 1, 2])

@@ -104,8 +104,8 @@ def test_steps_with_too_many_rows_have_the_bits_of_an_unbounded_run(run_ranks: R
     assert len(said) == 1
     assert said[0].startswith("rank 0: the experts of rank 0 got ")
     assert said[0].endswith(
-        " rows, more than max_load allows; a max_load of 1.6 has room; the step runs again with "
-        "exact sizes, and num_repeated counts such steps"
+        " rows, more than max_load allows; this layer needs a max_load of 1.6; the step runs again "
+        "with exact sizes, and num_repeated counts such steps"
     )
     for counts, _ in run_ranks(_train, 2, [[BALANCED], [CROWD]], 1.6):
         assert counts == [0, 0]
