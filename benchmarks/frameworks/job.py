@@ -115,9 +115,13 @@ def run_job(measure: Callable[[Job], dict[str, Measured]], version: str) -> None
 
 
 def expert_gradient_norm(model: torch.nn.Module, words: str) -> float:
-    """Return the norm of the gradients of parameters whose name has ``words``; a collective."""
+    """Return the norm of the gradients of parameters whose name has ``words``; a collective.
+
+    It makes no copies of gradients, which would raise the peak of memory.
+    """
     grads = [p.grad for name, p in model.named_parameters() if words in name]
     local = [getattr(grad, "_local_tensor", grad) for grad in grads]
-    total = torch.stack([grad.float().square().sum() for grad in local if grad is not None]).sum()
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in local if g is not None]
+    total = torch.stack(norms).square().sum()
     dist.all_reduce(total)
     return float(total.sqrt())
