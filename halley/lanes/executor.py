@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
@@ -173,7 +173,8 @@ def _first_gradients(action: _Action, parameters: Sequence[Any]) -> list[bool]:
     names = {
         name
         for name, position in action.item.gradients
-        if action.microbatch == 0 and not find_gradient_hook(parameters[position])
+        if action.microbatch == 0
+        and not (find_gradient_hook(parameters[position]) or _hooks(parameters[position]))
     }
     outputs = zip(action.item.outputs, action.is_read, strict=True)
     return [name in names and not is_read for name, is_read in outputs]
@@ -282,9 +283,17 @@ class _Gradients:
             self.next[position] = first + 1
 
     def _give(self, parameter: torch.Tensor, gradient: torch.Tensor, *, lasts: bool) -> None:
+        for change in _hooks(parameter):
+            gradient = gradient if (changed := change(gradient)) is None else changed
         if hook := find_gradient_hook(parameter):
             hook(gradient)
-        elif parameter.grad is not None:
+            return
+        self._accumulate(parameter, gradient, lasts=lasts)
+        for after in (parameter._post_accumulate_grad_hooks or {}).values():
+            after(parameter)
+
+    def _accumulate(self, parameter: torch.Tensor, gradient: torch.Tensor, *, lasts: bool) -> None:
+        if parameter.grad is not None:
             parameter.grad += gradient
         elif lasts and _layout(gradient) == _layout(parameter):
             parameter.grad = gradient.detach()
@@ -292,6 +301,11 @@ class _Gradients:
         else:
             # Copy the gradient, because the gradients of two parameters may be one tensor.
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
+
+def _hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
+    """Return the functions of ``Tensor.register_hook``, which may return another gradient."""
+    return [*(parameter._backward_hooks or {}).values()]
 
 
 def _keep(lent: list[weakref.ref[torch.Tensor]]) -> None:

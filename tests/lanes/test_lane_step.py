@@ -157,6 +157,35 @@ def test_new_shapes_accumulation_hooks_and_recorder(run_ranks) -> None:
         assert exposed_us > 0.0
 
 
+def _run_tensor_hooks(rank: int, num_ranks: int) -> list[bool]:
+    """Return which steps have the uncompiled model's result, and calls of hooks with its values."""
+    torch.manual_seed(0)
+    model = SmallModel()
+    batch = (torch.randn(4 * num_ranks, SIZE, generator=torch.Generator().manual_seed(rank)),)
+    seen: list[torch.Tensor] = []
+    weight, other = model.first.weight, model.second.weight
+    assert isinstance(weight, nn.Parameter)
+    assert isinstance(other, nn.Parameter)
+    weight.register_hook(lambda gradient: gradient / 3)  # as experts divided over ranks have
+    other.register_hook(lambda gradient: seen.append(gradient.clone()))  # returns None: no change
+    other.register_post_accumulate_grad_hook(lambda each: seen.append(each.grad.clone()))
+    wanted = run_uncompiled(model, batch, num_microbatches=2)
+    wanted_seen, seen[:] = [*seen], []
+    equal: list[bool] = []
+    with fresh_graphs():
+        step = compile_step(model, 2, inner="eager")
+        for _ in range(NUM_STEPS):
+            result = take_result(step(*batch), model)
+            same = [torch.equal(*pair) for pair in zip(seen, wanted_seen, strict=True)]
+            equal.append(is_equal(result, wanted) and all(same))
+            seen.clear()
+    return equal
+
+
+def test_hooks_of_tensors_run_as_in_autograd(run_ranks) -> None:
+    assert run_ranks(_run_tensor_hooks, 2) == [[True] * NUM_STEPS] * 2
+
+
 def _measure_exposed(rank: int, num_ranks: int) -> tuple[float, float]:
     """Return the exposed seconds of a step, one microbatch after another and in lanes."""
     groups, link = build_groups(num_ranks, device_type="cpu"), emulate_link()
