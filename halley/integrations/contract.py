@@ -35,7 +35,7 @@ from halley.strategies.registry import build_strategy, check_strategy
 # expert, and each row's local expert id (R,), int64. It returns outputs (R, D), not yet weighted.
 ExpertsFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-_TRACEABLE = ("fused", "unfused")  # kinds of strategies that have ``forward_in_graph``
+_BOUNDED = ("fused", "unfused")  # kinds of strategies that accept ``max_load``
 _DESCRIPTION = "halley_description"  # name of the attribute of a module that ``describe`` reads
 
 
@@ -82,7 +82,7 @@ class ExpertRunner:
         self, strategy: str = "auto", *, strict: bool = False, max_load: float = 0.0
     ) -> None:
         check_strategy(strategy)
-        if max_load and strategy.partition(":")[0] not in _TRACEABLE:
+        if max_load and strategy.partition(":")[0] not in _BOUNDED:
             rule = f"0 with strategy {strategy}, which reads sizes on the host"
             raise ValueError(f"max_load ({max_load}) must be {rule}")
         if max_load and not max_load >= 1:
@@ -196,11 +196,11 @@ class ExpertRunner:
                 warnings.warn(f"{problem}; {fallback}", stacklevel=2)
 
     def prepare(self, group: dist.ProcessGroup | None) -> Any:
-        """Return the strategy for a group if it is fused or unfused, hence traceable, else None.
+        """Return the strategy for a group if ``torch.compile`` can trace it, else None.
 
         Call it before the first ``run``: ``torch.compile`` cannot trace how a strategy is built.
         """
-        if self.strategy.partition(":")[0] not in _TRACEABLE:
+        if self.strategy.partition(":")[0] not in (*_BOUNDED, "functional"):
             return None
         if group is not None and dist.get_world_size(group) == 1:
             group = None
