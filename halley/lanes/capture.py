@@ -6,7 +6,7 @@ from operator import getitem
 from typing import Any, Literal, final
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy
 
 from halley.compiler.graph_collectives import find_operator, remove_repeated_waits
+from halley.lanes.graph_cache import graph_key, graph_path, read_graphs, write_graphs
 from halley.ops.lane_sums import trace_lane
 
 
@@ -106,7 +107,7 @@ class Capture:
         return self._arguments.pop()
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        graphs = _trace(gm, example_inputs, inner=self._inner)
+        graphs = _read_or_trace(gm, example_inputs, inner=self._inner, num_lanes=self._num_lanes)
 
         def collect(*values: Any) -> tuple[torch.Tensor]:
             if any(is_traceable_wrapper_subclass(value) for value in values):
@@ -115,6 +116,20 @@ class Capture:
             return (torch.empty(()),)  # Dynamo wants a result, but nothing reads it
 
         return collect
+
+
+def _read_or_trace(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: Inner, num_lanes: int
+) -> StepGraphs:
+    """Return the graphs from disk, else trace them and write them; eager graphs are not kept."""
+    key = graph_key(gm, example_inputs, num_lanes=num_lanes) if inner == "inductor" else ""
+    if key and (found := read_graphs(graph_path(key))):
+        forward, backward = (fx.GraphModule(nn.Module(), graph) for graph in found)
+        return StepGraphs(forward=forward, backward=backward)
+    graphs = _trace(gm, example_inputs, inner=inner)
+    if key:
+        write_graphs(graph_path(key), (graphs.forward.graph, graphs.backward.graph))
+    return graphs
 
 
 def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: Inner) -> StepGraphs:
