@@ -7,7 +7,7 @@ on: Dynamo's graph, the layouts of its inputs, settings of torch, versions and H
 import hashlib
 import json
 import operator
-import os
+import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -160,7 +160,7 @@ def write_graphs(path: Path, graphs: Graphs) -> None:
         return
     text = json.dumps([[json.loads(each) for each in metadata], *halves])
     # Other ranks may write the same file: each writes its own, and the last one stays.
-    own = path.with_suffix(f".{os.getpid()}")
+    own = path.with_suffix(f".{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         own.write_text(f"{_checksum(text)}\n{text}")
