@@ -22,9 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from halley.core.validation import read_text
+
 
 Graphs = tuple[fx.Graph, fx.Graph]  # forward and backward
 
+_MAX_BYTES = 256 * 2**20  # largest file that is read; 24 layers have about 600,000 bytes
 # The implementation of other operators may change without a change of any version in the hash.
 _OPERATORS = {"aten", "prims", "_c10d_functional", "c10d_functional", "halley"}
 _FUNCTIONS = {"getitem": operator.getitem, "sym_sum": torch.sym_sum} | {
@@ -251,14 +254,15 @@ def _encode_expression(expression: Any) -> object:
 
 def read_graphs(path: Path) -> Graphs | None:
     """Return the graphs of a file, or None without one; warn of a damaged file and return None."""
+    if not path.exists():
+        return None
     try:
-        checksum, _, text = path.read_text().partition("\n")
+        content = read_text(path, what="traced graphs", max_bytes=_MAX_BYTES)
+        checksum, _, text = content.partition("\n")
         if checksum != _checksum(text):
             raise ValueError("its checksum is wrong")
-        metadata, *halves = json.loads(text)
+        metadata, *halves = json.loads(text)  # graphs have infinities, which ``parse_json`` refuses
         forward, backward = (_decode_graph(lines, _Metadata(metadata)) for lines in halves)
-    except FileNotFoundError:
-        return None
     except Exception as error:  # the file may contain anything
         warnings.warn(f"the traced graphs in {path} cannot be used: {error!r}", stacklevel=2)
         return None

@@ -85,7 +85,8 @@ def compile_step(
             ranks, if every order needs more. None is no limit.
         divides_batch: compute the loss and the gradients of the whole batch: its routers drop the
             tokens that they drop of the undivided batch. The loss must be a mean over sequences.
-        inner: compiler of the segments: "inductor", or "eager" for operators one by one.
+        inner: compiler of the segments: "inductor", or "eager" for operators one by one. With
+            "inductor", traced graphs are kept in the directory of Inductor's cache.
         recorder: records a span for each item; waits are in the stream "exposed".
         timeout_s: time that a rank waits for the others, in seconds.
 

@@ -113,7 +113,7 @@ class TraceableStrategy(AbstractStrategy):
         returned_ND = self._exchange("combine", y_RD, recv_splits, send_splits)
         return self._lockstep.end(combine_rows(returned_ND, slots_N, weights_TK))
 
-    forward_in_graph = forward
+    forward_in_graph = forward  # what plug-ins call while ``torch.compile`` traces a model
 
     def _run_fixed(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         """Run the layer with ``capacity`` rows per expert and rank; rows without slots are zero."""

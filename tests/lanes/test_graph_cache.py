@@ -266,6 +266,12 @@ def test_file_that_cannot_be_written_is_a_warning(traces: list[str], tmp_path: P
     assert os.listdir(folder) == ["a.json"]
 
 
+def test_pipe_in_place_of_a_file_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(path := tmp_path / "a.json")
+    with pytest.warns(UserWarning, match="Not a regular file"):
+        assert read_graphs(path) is None
+
+
 def test_missing_file_is_no_warning(tmp_path: Path) -> None:
     with warnings.catch_warnings(action="error"):
         assert read_graphs(tmp_path / "none.json") is None
