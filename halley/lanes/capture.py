@@ -139,6 +139,7 @@ def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: Inner) -
     def split(joint: fx.GraphModule, *args: Any, num_fwd_outputs: int, **kwargs: Any) -> Any:
         # Remove repeated waits, so that a saved value has the same name in forward and backward.
         remove_repeated_waits(joint.graph)
+        _remove_aliases(joint.graph)
         _save_random_results(joint.graph)
         forward, backward = min_cut_rematerialization_partition(
             joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs
@@ -166,6 +167,18 @@ def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: Inner) -
     if not found:
         raise ValueError("the loss must depend on a parameter that requires a gradient")
     return found[0]
+
+
+def _remove_aliases(graph: fx.Graph) -> None:
+    """Replace each result of ``alias`` or ``detach`` by its input: nothing writes to the values.
+
+    Autograd adds these operators when it saves values. On a GPU, the trace of one rank once had one
+    more than that of the other, and so the ranks' graphs differed.
+    """
+    for operator in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
+        for node in graph.find_nodes(op="call_function", target=operator):
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
 
 
 def _save_random_results(joint: fx.Graph) -> None:

@@ -63,6 +63,9 @@ def _with_buffer(model: SmallModel, x_TD: torch.Tensor) -> torch.Tensor:
 
 LOSSES: dict[str, Loss] = {
     "plain": lambda model, x: model(x),
+    "alias on one rank": lambda model, x: (
+        torch.ops.aten.alias(model(x)) if dist.get_rank() else model(x)
+    ),
     "all-reduce": lambda model, x: model(x / fc.all_reduce(x.detach().abs(), "sum", _world())),
     "buffer": _with_buffer,
     "constant": lambda model, x: model(x * torch.tensor([1.0, 2.0] * (SIZE // 2))),
@@ -138,7 +141,7 @@ def test_fallback_runs_one_after_another_and_names_its_reason(
         assert equal == [True] * 4 or loss == "dropout"
 
 
-@pytest.mark.parametrize("loss", ["plain", "all-reduce", "constant"])
+@pytest.mark.parametrize("loss", ["plain", "alias on one rank", "all-reduce", "constant"])
 def test_other_operators_run_in_lanes(run_ranks, loss: str) -> None:
     for warned, fallback, equal in run_ranks(_run, 2, loss):
         assert (warned, fallback) == ("", "")
