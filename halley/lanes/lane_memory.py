@@ -5,7 +5,7 @@ of an order then follow from the first and the last item that has each of them.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -14,6 +14,7 @@ import torch
 
 from halley.lanes.cut import Item
 from halley.lanes.executor import Order
+from halley.lanes.graph_pool import PoolModel
 from halley.lanes.segment_compiler import Call
 
 
@@ -114,7 +115,7 @@ def _describe(item: Item, values: Sequence[Any]) -> tuple[ResultStorage, ...]:
 
 
 class StepMemory(NamedTuple):
-    """The most bytes that a step needs: in CUDA graphs, and in all."""
+    """The most bytes that a step needs: in the pool of its CUDA graphs, and in all."""
 
     graph_bytes: int
     total_bytes: int
@@ -128,22 +129,45 @@ def predict_memory(items: Sequence[Item], memory: MemoryRecord, order: Order) ->
     ends = _find_ends(items, order)
     # The gradients of the first microbatch are ``.grad``, or are as many bytes.
     ends |= {(0, name): len(order) for item in items for name, _ in item.gradients}
+    others = frozenset(range(len(items))) - memory.captured
+    alive = [0, *_alive_bytes(items, memory.storages, order, ends, others)]
+    inside = [memory.inside_bytes.get(each, 0) if each[1] in others else 0 for each in order]
+    peak = max(*alive, *(sum(pair) for pair in zip(alive[:-1], inside, strict=True)))
+    graph_bytes = max(_pool_bytes(items, memory, order, ends, early=each) for each in (True, False))
+    return StepMemory(graph_bytes, total_bytes=memory.rest_bytes + graph_bytes + peak)
+
+
+def _pool_bytes(
+    items: Sequence[Item],
+    memory: MemoryRecord,
+    order: Order,
+    ends: Mapping[tuple[int, str], int],
+    *,
+    early: bool,
+) -> int:
+    """Return the size of the pool of CUDA graphs in which the values of captured items find place.
+
+    What an item needs besides its results is not known one by one. It counts as one tensor, which
+    the item allocates before its results (``early``) or after them.
+    """
+    pool, places = PoolModel(), dict[tuple[int, str], int]()
     copied = _copied_bytes(items, memory)
-    peaks: list[int] = []
-    for chosen in (memory.captured, frozenset(range(len(items))) - memory.captured):
-        alive = [0, *_alive_bytes(items, memory.storages, order, ends, chosen)]
-        inside = [
-            memory.inside_bytes.get((microbatch, index), 0) + copied.get((microbatch, index), 0)
-            if index in chosen
-            else 0
-            for microbatch, index in order
-        ]
-        peaks.append(max(*alive, *(sum(pair) for pair in zip(alive[:-1], inside, strict=True))))
-    return StepMemory(graph_bytes=peaks[0], total_bytes=memory.rest_bytes + sum(peaks))
+    changes = _changes(items, memory.storages, order, ends, memory.captured)
+    for each, (made, freed) in zip(order, changes, strict=True):
+        rest = memory.inside_bytes.get(each, 0) - sum(made.values())
+        inside = [pool.allocate(num_bytes) for num_bytes in copied.get(each, ())]
+        if each[1] in memory.captured and early:
+            inside.append(pool.allocate(rest))
+        places |= {value: pool.allocate(num_bytes) for value, num_bytes in made.items()}
+        if each[1] in memory.captured and not early:
+            inside.append(pool.allocate(rest))
+        for at in (*inside, *map(places.pop, freed)):
+            pool.free(at)
+    return pool.num_bytes
 
 
-def _copied_bytes(items: Sequence[Item], memory: MemoryRecord) -> dict[tuple[int, int], int]:
-    """Return the bytes of the inputs that each captured item copies: results of other items."""
+def _copied_bytes(items: Sequence[Item], memory: MemoryRecord) -> dict[tuple[int, int], list[int]]:
+    """Return the sizes of the inputs that each captured item copies: results of other items."""
     num_bytes = {
         (microbatch, name): result.num_bytes
         for (microbatch, index), results in memory.storages.items()
@@ -151,9 +175,7 @@ def _copied_bytes(items: Sequence[Item], memory: MemoryRecord) -> dict[tuple[int
         for name, result in zip(items[index].outputs, results, strict=False)
     }
     return {
-        (microbatch, index): sum(
-            num_bytes.get((microbatch, name), 0) for name in items[index].inputs
-        )
+        (microbatch, index): [num_bytes.get((microbatch, name), 0) for name in items[index].inputs]
         for microbatch, index in memory.storages
         if index in memory.captured
     }
@@ -178,30 +200,49 @@ def _alive_bytes(
     chosen: Container[int],
 ) -> list[int]:
     """Return the bytes of ``chosen`` items' results that are alive after each item of ``order``."""
+    num_bytes: dict[tuple[int, str], int] = {}
+    alive, found = 0, list[int]()
+    for made, freed in _changes(items, storages, order, ends, chosen):
+        num_bytes |= made
+        alive += sum(made.values()) - sum(map(num_bytes.pop, freed))
+        found.append(alive)
+    return found
+
+
+def _changes(
+    items: Sequence[Item],
+    storages: Storages,
+    order: Order,
+    ends: Mapping[tuple[int, str], int],
+    chosen: Container[int],
+) -> Iterator[tuple[dict[tuple[int, str], int], list[tuple[int, str]]]]:
+    """Yield the storages that each item of ``order`` makes, with their bytes, and those it frees.
+
+    A storage is named by its first value. Storages of other items than ``chosen`` are left out.
+    """
     ending: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for value, at in ends.items():
         ending[at].append(value)
     owners: dict[tuple[int, str], tuple[int, str]] = {}
-    num_bytes: dict[tuple[int, str], int] = {}  # by owner; those of inputs of the step are missing
     num_alive: Counter[tuple[int, str]] = Counter()  # by owner: values of its storage
-    alive, found = 0, list[int]()
+    held: set[tuple[int, str]] = set()
     for at, (microbatch, index) in enumerate(order):
-        item = items[index]
-        for name, result in zip(item.outputs, storages.get((microbatch, index), ()), strict=False):
+        made: dict[tuple[int, str], int] = {}
+        for name, result in zip(
+            items[index].outputs, storages.get((microbatch, index), ()), strict=False
+        ):
             value, owner = (microbatch, name), (microbatch, result.owner)
             owners[value] = owner = owners.get(owner, owner)
             if owner == value and index in chosen:
-                num_bytes[value] = result.num_bytes
-            if value in ends:
-                alive += num_bytes.get(owner, 0) if num_alive[owner] == 0 else 0
-                num_alive[owner] += 1
-        for value in ending[at]:
-            if value in owners:
-                owner = owners[value]
-                num_alive[owner] -= 1
-                alive -= num_bytes.get(owner, 0) if num_alive[owner] == 0 else 0
-        found.append(alive)
-    return found
+                made[value] = result.num_bytes
+            num_alive[owner] += value in ends
+        held |= made.keys()
+        ended = [owners[value] for value in ending[at] if value in owners]
+        num_alive.subtract(ended)
+        freed = [each for each in dict.fromkeys((*made, *ended)) if not num_alive[each]]
+        freed = [each for each in freed if each in held]
+        held.difference_update(freed)
+        yield made, freed
 
 
 def _find_ends(items: Sequence[Item], order: Order) -> dict[tuple[int, str], int]:

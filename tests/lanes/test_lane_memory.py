@@ -13,6 +13,7 @@ from halley.core.timeline import Recorder
 from halley.distributed.mesh import build_groups
 from halley.lanes import compile_step, executor, segment_graphs
 from halley.lanes.cut import Item
+from halley.lanes.graph_pool import PoolModel
 from halley.lanes.lane_memory import (
     MemoryRecord,
     ResultStorage,
@@ -28,6 +29,7 @@ from tests.moe.model_case import destroy
 
 
 NUM_MICROBATCHES = 2
+MIB = 2**20
 
 
 def _new(name: str, num_bytes: int) -> ResultStorage:
@@ -74,18 +76,65 @@ def test_peak_of_three_items_and_two_lanes(order: executor.Order, wanted: int) -
     assert predict_peak(items, storages, order) == wanted
 
 
+def _in_mib(storages: Storages) -> Storages:
+    """Return storages as large as many MiB as they had bytes: large ones for torch's allocator."""
+    return {
+        key: [replace(each, num_bytes=each.num_bytes * MIB) for each in results]
+        for key, results in storages.items()
+    }
+
+
 def test_total_has_gradients_and_memory_inside_of_items() -> None:
     items, storages = _forward_backward()
     order = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     # The first gradient stays: 100, 110, 40, then 140, 150, and 40 after the second gradient.
-    record = MemoryRecord(storages=storages, rest_bytes=1000)
-    assert predict_memory(items, record, order) == (0, 1150)
-    # Before the last item, 150 bytes are alive, and it allocates 70.
-    record = replace(record, inside_bytes={(0, 0): 160, (1, 2): 70})
-    assert predict_memory(items, record, order) == (0, 1220)
-    # The peak of the graphs' memory, 150 bytes, and of the other item's.
+    record = MemoryRecord(storages=_in_mib(storages), rest_bytes=1000 * MIB)
+    assert predict_memory(items, record, order) == (0, 1150 * MIB)
+    # Before the last item, 150 are alive, and it allocates 70.
+    record = replace(record, inside_bytes={(0, 0): 160 * MIB, (1, 2): 70 * MIB})
+    assert predict_memory(items, record, order) == (0, 1220 * MIB)
+    # The peak of the graphs' memory is in the first item, and that of the others in the last one.
     record = replace(record, captured=frozenset({0, 1}))
-    assert predict_memory(items, record, order) == (160, 1000 + 160 + 110)
+    assert predict_memory(items, record, order) == (160 * MIB, (1000 + 160 + 110) * MIB)
+
+
+def test_graphs_need_gaps_between_their_tensors() -> None:
+    """The result of 30 does not fit between tensors that stay, although 20 and 20 are free."""
+    items = [
+        Item(kind="segment", outputs=("a", "b", "c", "d"), is_static=True),
+        Item(kind="segment", inputs=("a", "c"), outputs=("e",), needs=(0,), is_static=True),
+        Item(kind="segment", outputs=("f",), needs=(1,), is_static=True),
+        Item(kind="segment", inputs=("b", "d", "e", "f"), needs=(0, 1, 2), is_static=True),
+    ]
+    results = [
+        tuple(_new(name, 20) for name in "abcd"),
+        (_new("e", 10),),
+        (_new("f", 30),),
+        (),
+    ]
+    storages = _in_mib({(0, at): each for at, each in enumerate(results)})
+    order = [(0, at) for at in range(len(items))]
+    record = MemoryRecord(storages=storages, captured=frozenset(range(len(items))))
+    # 80, then 10 behind them; the 30 come behind these. At most 80 are alive between items.
+    assert predict_memory(items, record, order) == (120 * MIB, 120 * MIB)
+    assert predict_peak(items, storages, order) == 80 * MIB
+
+
+def test_pool_joins_adjacent_free_blocks_and_takes_the_smallest_that_fits() -> None:
+    pool = PoolModel()
+    places = [pool.allocate(each * MIB) for each in (10, 20, 30, 40, 50)]
+    assert places == [0, 10 * MIB, 30 * MIB, 60 * MIB, 100 * MIB]
+    pool.free(places[1])
+    pool.free(places[0])
+    pool.free(places[3])
+    assert pool.allocate(25 * MIB) == 0  # of 30 and 40 free MiB
+    assert pool.allocate(5 * MIB) == 25 * MIB  # all that is left of the 30
+    assert pool.allocate(39 * MIB + 1) == 60 * MIB
+    assert pool.num_bytes == 150 * MIB
+    pool.free(places[4])
+    assert pool.allocate(60 * MIB) == 100 * MIB  # the free end of the piece grows
+    assert pool.num_bytes == 160 * MIB
+    assert pool.allocate(MIB) == -1  # small tensors are elsewhere
 
 
 def _chain() -> tuple[list[Item], Storages, list[float]]:
@@ -103,10 +152,10 @@ def _chain() -> tuple[list[Item], Storages, list[float]]:
 
 def test_graphs_copy_results_of_items_that_they_do_not_run() -> None:
     items, storages, _ = _chain()
-    record = MemoryRecord(storages=storages, captured=frozenset({0, 3}))
+    record = MemoryRecord(storages=_in_mib(storages), captured=frozenset({0, 3}))
     order = [(0, 0), (0, 1), (0, 2), (0, 3)]
-    # The last item reads 50 bytes and a copy of 30 bytes. The 30 bytes themselves come from NCCL.
-    assert predict_memory(items, record, order) == (80, 110)
+    # The last item reads 50 and a copy of 30. The 30 themselves come from NCCL.
+    assert predict_memory(items, record, order) == (80 * MIB, 110 * MIB)
 
 
 def test_limit_of_memory_chooses_fewer_lanes() -> None:
