@@ -88,7 +88,9 @@ _FixedSizesOption = Annotated[
 ]
 _MaxLoadOption = Annotated[
     float,
-    typer.Option(help="Fixed sizes of catalogue models, in multiples of the balanced load."),
+    typer.Option(
+        help="Fixed sizes, in multiples of the balanced load; 0: 1.25, or the capacity of GPT-2."
+    ),
 ]
 _ActivationBudgetOption = Annotated[
     float,
@@ -112,7 +114,7 @@ def graph(
     batch: _BatchOption = 0,
     microbatches: _MicrobatchesOption = 1,
     fixed_sizes: _FixedSizesOption = False,
-    max_load: _MaxLoadOption = 1.25,
+    max_load: _MaxLoadOption = 0.0,
     activation_budget: _ActivationBudgetOption = 1.0,
     memory_margin: _MemoryMarginOption = 0.02,
     slow_link: _SlowLinkOption = "none",

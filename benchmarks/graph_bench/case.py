@@ -57,9 +57,10 @@ class GraphCase:
         num_microbatches: of a step.
         dtype: of weights and activations.
         inner: the compiler that runs after the passes.
-        fixed_sizes: whether compiled variants send messages of fixed sizes: as many rows as the
-            capacity of the experts, or for a model of the catalogue as ``max_load`` allows.
-        max_load: most rows of a rank, as a multiple of those of balanced routing.
+        fixed_sizes: whether compiled variants send messages of fixed sizes: as many rows as
+            ``max_load`` allows, or for a GPT-2 model without it as the capacity of the experts.
+        max_load: most rows of a rank, as a multiple of those of balanced routing; 0: 1.25 for a
+            model of the catalogue, none for a GPT-2 model.
         activation_budget: share of activation memory that the compiler may save for backward; it
             recomputes the rest (``torch._functorch.config.activation_memory_budget``).
         memory_margin: share by which the passes may raise peak memory.
@@ -76,7 +77,7 @@ class GraphCase:
     dtype: torch.dtype
     inner: Inner = "inductor"
     fixed_sizes: bool = False
-    max_load: float = 1.25
+    max_load: float = 0.0
     activation_budget: float = 1.0
     memory_margin: float = 0.02
     seed: int = 0
@@ -86,8 +87,8 @@ class GraphCase:
             raise ValueError(f"batch ({self.batch_size}) must be at least 1, or 0 for the model's")
         if self.num_microbatches < 1:
             raise ValueError(f"microbatches ({self.num_microbatches}) must be at least 1")
-        if not 1.0 <= self.max_load < inf:
-            raise ValueError(f"max_load ({self.max_load}) must be finite and at least 1")
+        if self.max_load != 0.0 and not 1.0 <= self.max_load < inf:
+            raise ValueError(f"max_load ({self.max_load}) must be 0, or finite and at least 1")
         if not 0.0 <= self.activation_budget <= 1.0:
             raise ValueError(f"activation_budget ({self.activation_budget}) must be from 0 to 1")
         if not 0.0 <= self.memory_margin < inf:
@@ -123,23 +124,32 @@ class GraphCase:
         return self.gate if isinstance(self.shape, GPT2Shape) else self.router.kind
 
     @property
+    def is_deduplicated(self) -> bool:
+        """Whether the compiled variants send a token once to each rank."""
+        return self.bound > 0.0 or not isinstance(self.shape, GPT2Shape)
+
+    @property
     def strategy(self) -> str:
         """Name of the strategy of the compiled variants."""
-        return "functional" if isinstance(self.shape, GPT2Shape) else "functional:deduplicated"
+        return "functional:deduplicated" if self.is_deduplicated else "functional"
 
     @property
     def bound(self) -> float:
         """Argument ``max_load`` of the strategy; 0 for none."""
-        is_bounded = self.fixed_sizes and not isinstance(self.shape, GPT2Shape)
-        return self.max_load if is_bounded else 0.0
+        default = 0.0 if isinstance(self.shape, GPT2Shape) else 1.25
+        return (self.max_load or default) if self.fixed_sizes else 0.0
 
     def build(self, groups: ParallelGroups, device: torch.device) -> TrainingLoss:
         """Return the model and its loss, with random weights, or without values on "meta"."""
+        strategy = TraceableStrategy(
+            groups.ep,
+            fixed_sizes=self.fixed_sizes and not self.is_deduplicated,
+            deduplicated=self.is_deduplicated,
+            max_load=self.bound,
+        )
         place = {"dtype": self.dtype, "device": device}
         if isinstance(self.shape, GPT2Shape):
-            strategy = TraceableStrategy(groups.ep, fixed_sizes=self.fixed_sizes)
             return TrainingLoss(GPT2MoE(self.shape, self.gate, groups, strategy=strategy, **place))
-        strategy = TraceableStrategy(groups.ep, deduplicated=True, max_load=self.bound)
         return TrainingLoss(self.shape.build(groups, strategy=strategy, **place))
 
     def settings(self, variant: str) -> list[str]:
@@ -209,7 +219,7 @@ class GraphSubject:
             dist.all_reduce(number, group=self._groups.ep)
         if number.item():
             raise ValueError(
-                f"max_load ({self._case.max_load}) must be larger: the logits of {number.item()} "
+                f"max_load ({self._case.bound}) must be larger: the logits of {number.item()} "
                 "microbatches of all ranks are not finite, as with more rows than it allows"
             )
 

@@ -12,8 +12,8 @@ _SMALL = 2**20  # smaller tensors share pieces of 2 MiB, and a larger block is s
 class PoolModel:
     """Places tensors in one piece of memory as torch's allocator does.
 
-    The allocator takes the smallest free block that is large enough, and joins adjacent free blocks.
-    Tensors do not move, so free memory between them may be too small for a large tensor.
+    The allocator takes the smallest free block that is large enough, and joins free blocks side by
+    side. Tensors do not move, so free memory between them may be too small for a large tensor.
 
     Attributes:
         num_bytes: the size that the piece must have for all tensors so far.

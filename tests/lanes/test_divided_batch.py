@@ -15,6 +15,7 @@ from benchmarks.graph_bench.gpt2_moe import Gate
 from halley.distributed.mesh import build_groups
 from halley.lanes import compile_step
 from halley.ops.lane_sums import num_lanes, sum_over_lanes
+from halley.strategies.traceable import TraceableStrategy
 from tests.compiler.model_case import fresh_graphs
 from tests.lanes.lane_case import (
     SIZE,
@@ -41,11 +42,18 @@ def _error(result: Result, wanted: Result) -> float:
 
 
 def _run_schedules(
-    rank: int, num_ranks: int, gate: Gate, num_layers: int, nums_lanes: tuple[int, ...]
+    rank: int,
+    num_ranks: int,
+    gate: Gate,
+    num_layers: int,
+    nums_lanes: tuple[int, ...],
+    max_load: float,
 ) -> dict[str, tuple[float, bool]]:
     """Return for each schedule its error, and whether it has the bits of lanes in turn, by name."""
     groups = build_groups(num_ranks, device_type="cpu")
     model = build_gpt2(gate, groups, num_layers=num_layers)
+    if max_load:
+        model.use(TraceableStrategy(groups.ep, deduplicated=True, max_load=max_load))
     batch = make_batch(rank, batch_size=BATCH_SIZE)
     wanted = run_uncompiled(model, batch, num_microbatches=1)
     found: dict[str, tuple[float, bool]] = {}
@@ -61,19 +69,20 @@ def _run_schedules(
 
 
 @pytest.mark.parametrize(
-    ("gate", "num_layers", "nums_lanes"),
+    ("gate", "num_layers", "nums_lanes", "max_load"),
     [
-        ("switch", 2, (1, 3)),
-        ("switch", 4, (2,)),
-        ("top2", 2, (2, 3)),
-        ("top2", 4, (2,)),
-        ("dropless", 2, (2, 3)),
+        ("switch", 2, (1, 3), 0.0),
+        ("switch", 4, (2,), 0.0),
+        ("switch", 4, (2,), 2.0),  # messages of fixed sizes, smaller for a lane than for the batch
+        ("top2", 2, (2, 3), 0.0),
+        ("top2", 4, (2,), 0.0),
+        ("dropless", 2, (2, 3), 0.0),
     ],
 )
 def test_every_schedule_has_the_results_of_the_whole_batch(
-    run_ranks, gate: Gate, num_layers: int, nums_lanes: tuple[int, ...]
+    run_ranks, gate: Gate, num_layers: int, nums_lanes: tuple[int, ...], max_load: float
 ) -> None:
-    for found in run_ranks(_run_schedules, 2, gate, num_layers, nums_lanes):
+    for found in run_ranks(_run_schedules, 2, gate, num_layers, nums_lanes, max_load):
         assert len(found) > 6
         assert {name: each for name, each in found.items() if each[0] > 1e-6 or not each[1]} == {}
 
