@@ -137,9 +137,9 @@ def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: Inner) -
     found: list[StepGraphs] = []
 
     def split(joint: fx.GraphModule, *args: Any, num_fwd_outputs: int, **kwargs: Any) -> Any:
+        _remove_aliases(joint.graph)
         # Remove repeated waits, so that a saved value has the same name in forward and backward.
         remove_repeated_waits(joint.graph)
-        _remove_aliases(joint.graph)
         _save_random_results(joint.graph)
         forward, backward = min_cut_rematerialization_partition(
             joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs
@@ -148,7 +148,7 @@ def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: Inner) -
         found.append(
             StepGraphs(
                 forward=fx.GraphModule(forward, _copy(forward.graph)),
-                backward=fx.GraphModule(backward, _copy(backward.graph)),
+                backward=fx.GraphModule(backward, _copy(backward.graph, clones_inputs=True)),
             )
         )
         return forward, backward
@@ -198,18 +198,19 @@ def _run_nothing(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[
     return gm.forward
 
 
-def _copy(graph: fx.Graph) -> fx.Graph:
-    """Copy a graph with the same node names; clone the loss's gradient if the graph returns it.
+def _copy(graph: fx.Graph, *, clones_inputs: bool = False) -> fx.Graph:
+    """Copy a graph with the same node names.
 
-    The loss's gradient is a graph input. With the clone, all gradients are results of operators.
+    With ``clones_inputs``, inputs that the graph returns are cloned. So all gradients are results
+    of operators, also one that is the gradient of the loss or a saved value.
     """
     copy = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         nodes[node] = copy.node_copy(node, nodes.__getitem__)
     output = copy.output_node()
-    for node in output.all_input_nodes:
-        if node.op == "placeholder" and node.name.startswith(TANGENT):
+    for node in output.all_input_nodes if clones_inputs else ():
+        if node.op == "placeholder":
             with copy.inserting_before(output):
                 clone = copy.call_function(torch.ops.aten.clone.default, (node,))
             clone.meta["val"] = node.meta["val"]

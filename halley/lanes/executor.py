@@ -2,6 +2,7 @@
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -169,11 +170,13 @@ class Executor:
 
 
 def _first_gradients(action: _Action, parameters: Sequence[Any]) -> list[bool]:
-    """Return for each output whether it can become the ``.grad`` of a parameter."""
+    """Return for each output whether it can become the ``.grad`` of one parameter."""
+    num_parameters = Counter(name for name, _ in action.item.gradients)
     names = {
         name
         for name, position in action.item.gradients
         if action.microbatch == 0
+        and num_parameters[name] == 1
         and not (find_gradient_hook(parameters[position]) or _hooks(parameters[position]))
     }
     outputs = zip(action.item.outputs, action.is_read, strict=True)

@@ -1,9 +1,10 @@
 """Steps of microbatches in lanes equal those of one microbatch after another, bit for bit."""
 
 import time
+from collections import Counter
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from benchmarks.graph_bench.gpt2_moe import Gate
 from halley.core.timeline import Recorder, waited_us
 from halley.core.types import DROPPED
 from halley.distributed.mesh import build_groups
-from halley.lanes import compile_step
+from halley.lanes import compile_step, executor
 from halley.lanes.capture import Inner
 from halley.moe.router import AbstractRouter
 from halley.ops.gradient_hook import set_gradient_hook
@@ -184,6 +185,70 @@ def _run_tensor_hooks(rank: int, num_ranks: int) -> list[bool]:
 
 def test_hooks_of_tensors_run_as_in_autograd(run_ranks) -> None:
     assert run_ranks(_run_tensor_hooks, 2) == [[True] * NUM_STEPS] * 2
+
+
+@final
+class _ReturnsWeight(torch.autograd.Function):
+    """Multiplies by a weight; its backward returns the saved weight itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight_D)
+        return x_TD * weight_D
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (weight_D,) = ctx.saved_tensors
+        # Autograd would make the weight's own memory its ``.grad``, and add to that.
+        is_traced = torch.compiler.is_compiling()
+        return gradients[0] * weight_D, weight_D.detach() if is_traced else weight_D.clone()
+
+
+@final
+class _SharesGradients(nn.Module):
+    """A model in which two parameters have one gradient, and that of another is an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = SmallModel()
+        self.weight = nn.Parameter(torch.randn(SIZE))
+        # As large as a microbatch: nothing is summed up, so both have the gradient of their sum.
+        self.first, self.second = (nn.Parameter(torch.randn(4, SIZE)) for _ in range(2))
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self.model(_ReturnsWeight.apply(x_TD + self.first + self.second, self.weight))
+
+
+def _run_shared_gradients(rank: int, num_ranks: int) -> tuple[list[bool], list[int], list[int]]:
+    """Return which steps are equal, and positions of gradients: shared ones, and lasting ones."""
+    torch.manual_seed(0)
+    model = _SharesGradients()
+    batch = (torch.randn(4 * num_ranks, SIZE, generator=torch.Generator().manual_seed(rank)),)
+    wanted = run_uncompiled(model, batch, num_microbatches=2)
+    with fresh_graphs():
+        step = compile_step(model, 2, inner="eager")
+        equal = [is_equal(take_result(step(*batch), model), wanted) for _ in range(NUM_STEPS)]
+        program = step._last
+    assert program is not None
+    numbers = Counter(name for item in program.items for name, _ in item.gradients)
+    shared = [p for item in program.items for name, p in item.gradients if numbers[name] > 1]
+    parameters = [nn.Parameter(torch.zeros(())) for _ in range(10)]
+    lasting: list[int] = []
+    for action in program._executor._actions:
+        lasts = dict(
+            zip(action.item.outputs, executor._first_gradients(action, parameters), strict=True)
+        )
+        lasting += [p for name, p in action.item.gradients if lasts[name]]
+    return equal, shared, lasting
+
+
+def test_shared_gradients_and_inputs_as_gradients(run_ranks) -> None:
+    for equal, shared, lasting in run_ranks(_run_shared_gradients, 2):
+        assert equal == [True] * NUM_STEPS
+        # One gradient must not become the ``.grad`` of two parameters: microbatches add to it.
+        assert len(shared) == 2
+        assert len(lasting) == 5
+        assert not set(shared) & set(lasting)
 
 
 def _measure_exposed(rank: int, num_ranks: int) -> tuple[float, float]:
