@@ -5,7 +5,10 @@ from typing import final
 
 # Source: torch's caching allocator (c10/cuda/CUDACachingAllocator.cpp).
 _ROUNDING = 512  # bytes; sizes are multiples of it
-_SMALL = 2**20  # smaller tensors share pieces of 2 MiB, and a larger block is split if more remains
+_SMALL = (
+    2**20
+)  # tensors up to this size have pieces of their own; a larger rest of a block is split
+_SMALL_PIECE = 2**21
 
 
 @final
@@ -15,46 +18,56 @@ class PoolModel:
     The allocator takes the smallest free block that is large enough, and joins free blocks side by
     side. Tensors do not move, so free memory between them may be too small for a large tensor.
 
+    Args:
+        num_bytes: size of the piece.
+
     Attributes:
-        num_bytes: the size that the piece must have for all tensors so far.
+        has_all: whether all tensors so far found a place.
     """
 
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._end = 0  # of the last block; all memory behind it is free
-        self._used: dict[int, int] = {}  # address and size of each block with a tensor
-        self._free: dict[int, int] = {}
+    def __init__(self, num_bytes: int) -> None:
+        self.has_all = True
+        self._free = {0: num_bytes} if num_bytes else {}  # address and size of each free block
+        self._used: dict[int, tuple[int, int]] = {}  # the same of each tensor, by its number
+        self._num_tensors = 0
+        self._small: dict[int, int] = {}  # bytes of each small tensor, by its number
+        self._small_bytes = self._most_small_bytes = 0
+
+    @property
+    def small_bytes(self) -> int:
+        """Most memory of small tensors so far, which are not in the piece."""
+        return -(-self._most_small_bytes // _SMALL_PIECE) * _SMALL_PIECE
 
     def allocate(self, num_bytes: int) -> int:
-        """Place a tensor; return its address, or -1 if it is small, which takes no place here."""
-        if num_bytes <= _SMALL:
-            return -1
+        """Place a tensor; return its number."""
+        self._num_tensors += 1
         size = -(-num_bytes // _ROUNDING) * _ROUNDING
+        if size <= _SMALL:
+            self._small[self._num_tensors] = size
+            self._small_bytes += size
+            self._most_small_bytes = max(self._most_small_bytes, self._small_bytes)
+            return self._num_tensors
         fitting = [(block, at) for at, block in self._free.items() if block >= size]
-        if fitting:
-            block, at = min(fitting)
-            del self._free[at]
-            if block - size > _SMALL:
-                self._free[at + size] = block - size
-                block = size
-        else:
-            block, at = size, self._end
-            self._end += size
-            self.num_bytes = max(self.num_bytes, self._end)
-        self._used[at] = block
-        return at
+        if not fitting:
+            self.has_all = False
+            return self._num_tensors
+        block, at = min(fitting)
+        del self._free[at]
+        if block - size > _SMALL:
+            self._free[at + size] = block - size
+            block = size
+        self._used[self._num_tensors] = at, block
+        return self._num_tensors
 
-    def free(self, at: int) -> None:
-        """Free the tensor at an address."""
-        if at < 0:
+    def free(self, number: int) -> None:
+        """Free a tensor."""
+        self._small_bytes -= self._small.pop(number, 0)
+        if number not in self._used:
             return
-        size = self._used.pop(at)
+        at, size = self._used.pop(number)
         size += self._free.pop(at + size, 0)
         before = next((each for each, block in self._free.items() if each + block == at), None)
         if before is not None:
             size += self._free.pop(before)
             at = before
-        if at + size == self._end:
-            self._end = at
-        else:
-            self._free[at] = size
+        self._free[at] = size

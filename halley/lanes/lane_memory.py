@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
+from torch import nn
 
 from halley.lanes.cut import Item
 from halley.lanes.executor import Order
@@ -32,6 +33,8 @@ class ResultStorage:
     num_bytes: int
 
 
+_GROWTH = 64  # the pool of CUDA graphs grows by this part of its size until it is large enough
+
 # Storages of an item's results by (microbatch, item index). Results of items that are missing here
 # count as 0 bytes: sums over lanes are missing, and have one number for each expert.
 Storages = Mapping[tuple[int, int], Sequence[ResultStorage]]
@@ -43,12 +46,14 @@ class MemoryRecord:
 
     Attributes:
         inside_bytes: on GPUs, the most bytes that an item of a microbatch has allocated at a time.
+        input_bytes: of each input of an item of a microbatch; 0 for a parameter or a number.
         rest_bytes: memory that is allocated before the step.
         captured: indices of the items that CUDA graphs will run.
     """
 
     storages: Storages = field(default_factory=dict)
     inside_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    input_bytes: Mapping[tuple[int, int], Sequence[int]] = field(default_factory=dict)
     rest_bytes: int = 0
     captured: frozenset[int] = frozenset()
 
@@ -61,6 +66,7 @@ class StorageRecorder:
         calls: the functions of the items; the first call of each microbatch is recorded.
         storages: the record so far.
         inside_bytes: on GPUs, most bytes that an item has allocated at a time, with its results.
+        input_bytes: of each input of an item; 0 for a parameter or a number.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class StorageRecorder:
     ) -> None:
         self.storages: dict[tuple[int, int], tuple[ResultStorage, ...]] = {}
         self.inside_bytes: dict[tuple[int, int], int] = {}
+        self.input_bytes: dict[tuple[int, int], list[int]] = {}
         self.calls: list[Call] = [
             partial(self._record, index, item, call)
             for index, (item, call) in enumerate(zip(items, calls, strict=True))
@@ -80,6 +87,7 @@ class StorageRecorder:
         return MemoryRecord(
             storages=self.storages,
             inside_bytes=self.inside_bytes,
+            input_bytes=self.input_bytes,
             rest_bytes=rest_bytes,
             captured=captured,
         )
@@ -97,6 +105,12 @@ class StorageRecorder:
             inside_bytes = torch.cuda.max_memory_allocated() - before
             self.inside_bytes[microbatch, index] = inside_bytes
         self.storages[microbatch, index] = _describe(item, [*inputs, *results])
+        self.input_bytes[microbatch, index] = [
+            each.nbytes
+            if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter)
+            else 0
+            for each in inputs
+        ]
         self._num_calls[index] += 1
         return results
 
@@ -129,55 +143,67 @@ def predict_memory(items: Sequence[Item], memory: MemoryRecord, order: Order) ->
     ends = _find_ends(items, order)
     # The gradients of the first microbatch are ``.grad``, or are as many bytes.
     ends |= {(0, name): len(order) for item in items for name, _ in item.gradients}
-    others = frozenset(range(len(items))) - memory.captured
-    alive = [0, *_alive_bytes(items, memory.storages, order, ends, others)]
-    inside = [memory.inside_bytes.get(each, 0) if each[1] in others else 0 for each in order]
-    peak = max(*alive, *(sum(pair) for pair in zip(alive[:-1], inside, strict=True)))
-    graph_bytes = max(_pool_bytes(items, memory, order, ends, early=each) for each in (True, False))
-    return StepMemory(graph_bytes, total_bytes=memory.rest_bytes + graph_bytes + peak)
+    peaks: list[int] = []
+    for chosen in (memory.captured, frozenset(range(len(items))) - memory.captured):
+        alive = [0, *_alive_bytes(items, memory.storages, order, ends, chosen)]
+        inside = [memory.inside_bytes.get(each, 0) if each[1] in chosen else 0 for each in order]
+        peaks.append(max(*alive, *(sum(pair) for pair in zip(alive[:-1], inside, strict=True))))
+    graph_bytes = peaks[0]
+    while True:
+        pools = [
+            _fill(graph_bytes, items, memory, order, ends, early=early) for early in (False, True)
+        ]
+        if all(pool.has_all for pool in pools):
+            break
+        graph_bytes += graph_bytes // _GROWTH + 1
+    small_bytes = max(pool.small_bytes for pool in pools)
+    return StepMemory(graph_bytes, memory.rest_bytes + graph_bytes + small_bytes + peaks[1])
 
 
-def _pool_bytes(
+def _fill(
+    num_bytes: int,
     items: Sequence[Item],
     memory: MemoryRecord,
     order: Order,
     ends: Mapping[tuple[int, str], int],
     *,
     early: bool,
-) -> int:
-    """Return the size of the pool of CUDA graphs in which the values of captured items find place.
+) -> PoolModel:
+    """Place the values of captured items in a pool of that size.
 
     What an item needs besides its results is not known one by one. It counts as one tensor, which
     the item allocates before its results (``early``) or after them.
     """
-    pool, places = PoolModel(), dict[tuple[int, str], int]()
+    pool, numbers = PoolModel(num_bytes), dict[tuple[int, str], int]()
     copied = _copied_bytes(items, memory)
     changes = _changes(items, memory.storages, order, ends, memory.captured)
     for each, (made, freed) in zip(order, changes, strict=True):
-        rest = memory.inside_bytes.get(each, 0) - sum(made.values())
-        inside = [pool.allocate(num_bytes) for num_bytes in copied.get(each, ())]
-        if each[1] in memory.captured and early:
+        is_captured = each[1] in memory.captured
+        rest = max(0, memory.inside_bytes.get(each, 0) - sum(made.values())) if is_captured else 0
+        inside = [*copied.get(each, ()), *((rest,) if early else ())]
+        inside = [pool.allocate(size) for size in inside]
+        numbers |= {value: pool.allocate(size) for value, size in made.items()}
+        if not early:
             inside.append(pool.allocate(rest))
-        places |= {value: pool.allocate(num_bytes) for value, num_bytes in made.items()}
-        if each[1] in memory.captured and not early:
-            inside.append(pool.allocate(rest))
-        for at in (*inside, *map(places.pop, freed)):
-            pool.free(at)
-    return pool.num_bytes
+        for number in (*inside, *map(numbers.pop, freed)):
+            pool.free(number)
+    return pool
 
 
 def _copied_bytes(items: Sequence[Item], memory: MemoryRecord) -> dict[tuple[int, int], list[int]]:
-    """Return the sizes of the inputs that each captured item copies: results of other items."""
-    num_bytes = {
-        (microbatch, name): result.num_bytes
-        for (microbatch, index), results in memory.storages.items()
-        if index not in memory.captured
-        for name, result in zip(items[index].outputs, results, strict=False)
-    }
+    """Return the sizes of the inputs that captured items copy: all but results of captured items.
+
+    Parameters are not copied either, and have 0 bytes in the record.
+    """
+    fixed = {name for index in memory.captured for name in items[index].outputs}
     return {
-        (microbatch, index): [num_bytes.get((microbatch, name), 0) for name in items[index].inputs]
-        for microbatch, index in memory.storages
-        if index in memory.captured
+        each: [
+            size
+            for name, size in zip(items[each[1]].inputs, sizes, strict=False)
+            if size and name not in fixed
+        ]
+        for each, sizes in memory.input_bytes.items()
+        if each[1] in memory.captured
     }
 
 
