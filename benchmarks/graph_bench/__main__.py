@@ -89,7 +89,8 @@ _FixedSizesOption = Annotated[
 _MaxLoadOption = Annotated[
     float,
     typer.Option(
-        help="Fixed sizes, in multiples of the balanced load; 0: 1.25, or the capacity of GPT-2."
+        help="Fixed sizes, in multiples of the balanced load. 0: 1.25 for models of the catalogue, "
+        "the capacity of the experts for GPT-2."
     ),
 ]
 _ActivationBudgetOption = Annotated[

@@ -89,6 +89,8 @@ class GraphCase:
             raise ValueError(f"microbatches ({self.num_microbatches}) must be at least 1")
         if self.max_load != 0.0 and not 1.0 <= self.max_load < inf:
             raise ValueError(f"max_load ({self.max_load}) must be 0, or finite and at least 1")
+        if self.max_load and not self.fixed_sizes:
+            raise ValueError(f"max_load ({self.max_load}) must be 0 without fixed sizes")
         if not 0.0 <= self.activation_budget <= 1.0:
             raise ValueError(f"activation_budget ({self.activation_budget}) must be from 0 to 1")
         if not 0.0 <= self.memory_margin < inf:
@@ -199,7 +201,7 @@ class GraphSubject:
             ValueError: a rank has more rows than ``max_load`` allows; on all ranks.
         """
         outputs = [self.plain.model(each) for each in self.tokens_BS.split(self._case.batch_size)]
-        self._check_finite(torch.stack([each.logits_BSV.isfinite().all() for each in outputs]))
+        self.check_finite(torch.stack([each.logits_BSV.sum() for each in outputs]), what="logits")
         counts_ME = outputs[0].counts_ME
         factor = self._case.router.capacity_factor
         if factor:
@@ -212,15 +214,18 @@ class GraphSubject:
             dist.all_reduce(rows_MR, group=self._groups.ep)
         return max(1, round(rows_MR.amax(1).double().mean().item()))
 
-    def _check_finite(self, is_finite: torch.Tensor) -> None:
-        """Raise a ValueError on all ranks unless all values of all ranks are True."""
-        number = is_finite.logical_not().sum()
+    def check_finite(self, values: torch.Tensor, *, what: str) -> None:
+        """Raise a ValueError on all ranks unless all ``values`` of all ranks are finite."""
+        number = values.isfinite().logical_not().sum()
         if self._groups.ep is not None:
             dist.all_reduce(number, group=self._groups.ep)
         if number.item():
+            bound = self._case.bound
+            rule = f"max_load ({bound}) must be larger: " if bound else ""
+            reason = ", as with more rows than it allows" if bound else ""
             raise ValueError(
-                f"max_load ({self._case.bound}) must be larger: the logits of {number.item()} "
-                "microbatches of all ranks are not finite, as with more rows than it allows"
+                f"{rule}the {what} of {number.item()} microbatches of all ranks are not finite"
+                f"{reason}"
             )
 
     def one_after_another(self, loss: Loss) -> Step:

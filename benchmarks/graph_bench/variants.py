@@ -190,6 +190,9 @@ class Workshop:
             if lanes.fallback:
                 raise RuntimeError(f"lanes do not run: {lanes.fallback}")
         compile_s = time.perf_counter() - begin_s
+        # A lane of a batch may have more rows than ``max_load`` allows, even if the batch has not.
+        self.subject.check_finite(run(), what="losses")
+        self.subject.whole.zero_grad()
         predicted = [(variant, lanes.plan.time)]
         if not is_divided:  # lanes of one batch, one after another, are not the step of "none"
             predicted.append((NONE, lanes.plan.time_before))
