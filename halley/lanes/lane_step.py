@@ -67,7 +67,8 @@ def compile_step(
     """Return a function that runs forward and backward of all microbatches of a batch.
 
     The all-to-alls of one microbatch run under the computation of another and under weight-gradient
-    GEMMs. Losses and gradients are equal bit for bit to those of one microbatch after another.
+    GEMMs. Losses and gradients are equal bit for bit to those of one microbatch after another; on a
+    GPU, GEMMs that leave SMs free for communication may sum in another order.
 
     On a GPU, ``.grad`` may have memory that the next step writes to. That step moves a ``.grad``
     that still exists to other memory, but not views of it: clone views that must live longer. The
