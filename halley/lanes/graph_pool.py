@@ -5,10 +5,10 @@ from typing import final
 
 # Source: torch's caching allocator (c10/cuda/CUDACachingAllocator.cpp).
 _ROUNDING = 512  # bytes; sizes are multiples of it
-_SMALL = (
-    2**20
-)  # tensors up to this size have pieces of their own; a larger rest of a block is split
-_SMALL_PIECE = 2**21
+# Tensors of at most this size have pieces of their own. A block that is larger than a tensor by
+# more than this is split.
+_SMALL = 2**20
+PIECE = 2**21  # sizes of pieces are multiples of it
 
 
 @final
@@ -36,7 +36,7 @@ class PoolModel:
     @property
     def small_bytes(self) -> int:
         """Most memory of small tensors so far, which are not in the piece."""
-        return -(-self._most_small_bytes // _SMALL_PIECE) * _SMALL_PIECE
+        return -(-self._most_small_bytes // PIECE) * PIECE
 
     def allocate(self, num_bytes: int) -> int:
         """Place a tensor; return its number."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from halley.lanes.cut import Item
 from halley.lanes.executor import Order
-from halley.lanes.graph_pool import PoolModel
+from halley.lanes.graph_pool import PIECE, PoolModel
 from halley.lanes.segment_compiler import Call
 
 
@@ -144,9 +144,13 @@ def predict_memory(items: Sequence[Item], memory: MemoryRecord, order: Order) ->
     # The gradients of the first microbatch are ``.grad``, or are as many bytes.
     ends |= {(0, name): len(order) for item in items for name, _ in item.gradients}
     peaks: list[int] = []
+    copied = _copied_bytes(items, memory)
     for chosen in (memory.captured, frozenset(range(len(items))) - memory.captured):
         alive = [0, *_alive_bytes(items, memory.storages, order, ends, chosen)]
-        inside = [memory.inside_bytes.get(each, 0) if each[1] in chosen else 0 for each in order]
+        inside = [
+            memory.inside_bytes.get(each, 0) + sum(copied.get(each, ())) if each[1] in chosen else 0
+            for each in order
+        ]
         peaks.append(max(*alive, *(sum(pair) for pair in zip(alive[:-1], inside, strict=True))))
     graph_bytes = peaks[0]
     while True:
@@ -155,7 +159,7 @@ def predict_memory(items: Sequence[Item], memory: MemoryRecord, order: Order) ->
         ]
         if all(pool.has_all for pool in pools):
             break
-        graph_bytes += graph_bytes // _GROWTH + 1
+        graph_bytes += max(graph_bytes // _GROWTH, PIECE)
     small_bytes = max(pool.small_bytes for pool in pools)
     return StepMemory(graph_bytes, memory.rest_bytes + graph_bytes + small_bytes + peaks[1])
 
