@@ -13,7 +13,7 @@ PIECE = 2**21  # sizes of pieces are multiples of it
 
 @final
 class PoolModel:
-    """Places tensors in one piece of memory as torch's allocator does.
+    """Places tensors in one piece of memory (torch: segment) as torch's allocator does.
 
     The allocator takes the smallest free block that is large enough, and joins free blocks side by
     side. Tensors do not move, so free memory between them may be too small for a large tensor.

@@ -135,6 +135,15 @@ class StepMemory(NamedTuple):
     total_bytes: int
 
 
+class _PoolStep(NamedTuple):
+    """The memory that one item takes from the pool and gives back, in bytes."""
+
+    copied: list[int]  # of copies of inputs
+    rest: int  # most that the item needs at a time besides its results
+    made: dict[tuple[int, str], int]  # of new results, by value
+    freed: list[tuple[int, str]]  # results of this and earlier items that no later item reads
+
+
 def predict_memory(items: Sequence[Item], memory: MemoryRecord, order: Order) -> StepMemory:
     """Return the memory of a step.
 
@@ -153,10 +162,14 @@ def predict_memory(items: Sequence[Item], memory: MemoryRecord, order: Order) ->
         ]
         peaks.append(max(*alive, *(sum(pair) for pair in zip(alive[:-1], inside, strict=True))))
     graph_bytes = peaks[0]
+    changes = _changes(items, memory.storages, order, ends, memory.captured)
+    steps: list[_PoolStep] = []
+    for each, (made, freed) in zip(order, changes, strict=True):
+        inside_bytes = memory.inside_bytes.get(each, 0) if each[1] in memory.captured else 0
+        rest = max(0, inside_bytes - sum(made.values()))
+        steps.append(_PoolStep(copied.get(each, []), rest, made, freed))
     while True:
-        pools = [
-            _fill(graph_bytes, items, memory, order, ends, early=early) for early in (False, True)
-        ]
+        pools = [_fill(graph_bytes, steps, early=early) for early in (False, True)]
         if all(pool.has_all for pool in pools):
             break
         graph_bytes += max(graph_bytes // _GROWTH, PIECE)
@@ -164,31 +177,16 @@ def predict_memory(items: Sequence[Item], memory: MemoryRecord, order: Order) ->
     return StepMemory(graph_bytes, memory.rest_bytes + graph_bytes + small_bytes + peaks[1])
 
 
-def _fill(
-    num_bytes: int,
-    items: Sequence[Item],
-    memory: MemoryRecord,
-    order: Order,
-    ends: Mapping[tuple[int, str], int],
-    *,
-    early: bool,
-) -> PoolModel:
-    """Place the values of captured items in a pool of that size.
+def _fill(num_bytes: int, steps: Sequence[_PoolStep], *, early: bool) -> PoolModel:
+    """Run the steps in a pool of that size.
 
-    What an item needs besides its results is not known one by one. It counts as one tensor, which
-    the item allocates before its results (``early``) or after them.
+    The rest of an item counts as one tensor, allocated before its results (``early``) or after.
     """
     pool, numbers = PoolModel(num_bytes), dict[tuple[int, str], int]()
-    copied = _copied_bytes(items, memory)
-    changes = _changes(items, memory.storages, order, ends, memory.captured)
-    for each, (made, freed) in zip(order, changes, strict=True):
-        is_captured = each[1] in memory.captured
-        rest = max(0, memory.inside_bytes.get(each, 0) - sum(made.values())) if is_captured else 0
-        inside = [*copied.get(each, ()), *((rest,) if early else ())]
-        inside = [pool.allocate(size) for size in inside]
+    for copied, rest, made, freed in steps:
+        inside = [pool.allocate(size) for size in (*copied, rest if early else 0)]
         numbers |= {value: pool.allocate(size) for value, size in made.items()}
-        if not early:
-            inside.append(pool.allocate(rest))
+        inside.append(pool.allocate(0 if early else rest))
         for number in (*inside, *map(numbers.pop, freed)):
             pool.free(number)
     return pool
