@@ -258,6 +258,7 @@ def _figures(
         row["num_lanes"], row["moves_units"] = plan.num_lanes, plan.moves_units
         row["planned_peak_bytes"], row["sm_margins"] = plan.peak_bytes, plan.sm_margins
         row["planned_total_bytes"] = each.planned_bytes
+        row["optimise_s"] = round(each.optimise_s, 2)
     if each.reports:
         planning_s = sum(report.planning_s for report in each.reports)
         measuring_s = sum(report.measuring_s for report in each.reports)

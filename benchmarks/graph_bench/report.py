@@ -99,7 +99,7 @@ def _graph_cells(row: Row) -> list[str]:
     cells = [str(row["model"]), variant, str(row["inner"] or "")]
     if not row["median_us"]:
         return [*cells, "[red]failed"]
-    parts = "" if row["optimise_s"] is None else f"{row['optimise_s']} / {row['plan_s']}"
+    parts = " / ".join(str(row[key]) for key in ("optimise_s", "plan_s") if row[key] is not None)
     ratio = row["predicted_over_measured"]
     return [
         *cells,

@@ -51,6 +51,7 @@ class Variant:
     Attributes:
         run: runs one step.
         compile_s: time of the first step.
+        optimise_s: of lanes, time from there to the plan: measured steps and planning.
         difference: of loss and gradients from the first variant; for the first variant itself, the
             difference between two of its steps.
         reports: of the graphs that the passes have changed.
@@ -68,6 +69,7 @@ class Variant:
     lanes: LaneStep | None = None
     held_bytes: int = 0
     planned_bytes: int = 0
+    optimise_s: float = 0.0
 
 
 def unused_pool_bytes(device: torch.device) -> int:
@@ -184,12 +186,14 @@ class Workshop:
         def run() -> torch.Tensor:
             return lanes(self.subject.tokens_BS, self.subject.targets_BS).sum()
 
-        begin_s = time.perf_counter()
+        times_s = [time.perf_counter()]
         while lanes.plan is None:
             self.subject.run(run)
             if lanes.fallback:
                 raise RuntimeError(f"lanes do not run: {lanes.fallback}")
-        compile_s = time.perf_counter() - begin_s
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            times_s.append(time.perf_counter())
         # A lane of a batch may have more rows than ``max_load`` allows, even if the batch has not.
         self.subject.check_finite(run(), what="losses")
         self.subject.whole.zero_grad()
@@ -199,7 +203,8 @@ class Workshop:
         ready = self._first_step(run)
         return replace(
             ready,
-            compile_s=compile_s,
+            compile_s=times_s[1] - times_s[0],
+            optimise_s=times_s[-1] - times_s[1],
             predicted=tuple(predicted),
             lanes=lanes,
             planned_bytes=lanes.plan.total_bytes - self._value_bytes(),
