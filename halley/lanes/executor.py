@@ -146,6 +146,9 @@ class Executor:
 
         Later steps use the actions if they have all run and the parameters have these addresses.
         """
+        if self._captured:  # free the memory of the old graphs, which may still run
+            torch.cuda.synchronize()
+            self._captured = []
         graphs, captured = SegmentGraphs(self._graph_bytes), list[_Action]()
         fixed = [
             {k for k, value in each.items() if isinstance(value, nn.Parameter)} for each in values
