@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import nn
 
+from halley.lanes.allocations import Allocations, record_allocations
 from halley.lanes.cut import Item
 from halley.lanes.executor import Order
 from halley.lanes.graph_pool import PIECE, PoolModel
@@ -33,7 +34,7 @@ class ResultStorage:
     num_bytes: int
 
 
-_GROWTH = 64  # the pool of CUDA graphs grows by this part of its size until it is large enough
+_GROWTH = 256  # the pool of CUDA graphs grows by this part of its size until it is large enough
 
 # Storages of an item's results by (microbatch, item index). Results of items that are missing here
 # count as 0 bytes: sums over lanes are missing, and have one number for each expert.
@@ -47,6 +48,7 @@ class MemoryRecord:
     Attributes:
         inside_bytes: on GPUs, the most bytes that an item of a microbatch has allocated at a time.
         input_bytes: of each input of an item of a microbatch; 0 for a parameter or a number.
+        allocations: by index of an item, what it allocates in order; equal in all microbatches.
         rest_bytes: memory that is allocated before the step.
         captured: indices of the items that CUDA graphs will run.
     """
@@ -54,6 +56,7 @@ class MemoryRecord:
     storages: Storages = field(default_factory=dict)
     inside_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
     input_bytes: Mapping[tuple[int, int], Sequence[int]] = field(default_factory=dict)
+    allocations: Mapping[int, Allocations] = field(default_factory=dict)
     rest_bytes: int = 0
     captured: frozenset[int] = frozenset()
 
@@ -70,7 +73,12 @@ class StorageRecorder:
     """
 
     def __init__(
-        self, items: Sequence[Item], calls: Sequence[Call], *, num_microbatches: int
+        self,
+        items: Sequence[Item],
+        calls: Sequence[Call],
+        keys: Sequence[str],
+        *,
+        num_microbatches: int,
     ) -> None:
         self.storages: dict[tuple[int, int], tuple[ResultStorage, ...]] = {}
         self.inside_bytes: dict[tuple[int, int], int] = {}
@@ -79,8 +87,11 @@ class StorageRecorder:
             partial(self._record, index, item, call)
             for index, (item, call) in enumerate(zip(items, calls, strict=True))
         ]
+        self._keys = keys
         self._num_microbatches = num_microbatches
         self._num_calls = [0] * len(items)
+        self._num_calls_of_key: Counter[str] = Counter()
+        self._allocations: dict[str, Allocations] = {}
 
     def record(self, *, rest_bytes: int, captured: frozenset[int]) -> MemoryRecord:
         """Return the record so far. For the arguments, see ``MemoryRecord``."""
@@ -88,19 +99,24 @@ class StorageRecorder:
             storages=self.storages,
             inside_bytes=self.inside_bytes,
             input_bytes=self.input_bytes,
+            allocations={
+                index: self._allocations[key]
+                for index, key in enumerate(self._keys)
+                if key in self._allocations
+            },
             rest_bytes=rest_bytes,
             captured=captured,
         )
 
     def _record(self, index: int, item: Item, call: Call, args: list[Any]) -> Sequence[Any]:
         if (microbatch := self._num_calls[index]) == self._num_microbatches:
-            return call(args)
+            return self._call(self._keys[index], call, args)
         inputs = [*args]  # alive during the call: no result can get the storage of a freed input
         on_gpu = any(isinstance(each, torch.Tensor) and each.is_cuda for each in inputs)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        results = call(args)
+        results = self._call(self._keys[index], call, args)
         if on_gpu:
             inside_bytes = torch.cuda.max_memory_allocated() - before
             self.inside_bytes[microbatch, index] = inside_bytes
@@ -112,6 +128,18 @@ class StorageRecorder:
             for each in inputs
         ]
         self._num_calls[index] += 1
+        return results
+
+    def _call(self, key: str, call: Call, args: list[Any]) -> Sequence[Any]:
+        self._num_calls_of_key[key] += 1
+        on_gpu = any(isinstance(each, torch.Tensor) and each.is_cuda for each in args)
+        if not on_gpu or self._num_calls_of_key[key] != 2:
+            return call(args)
+        inputs = [*args]  # alive during the call, as during a capture
+        results, allocations = record_allocations(call, args)
+        if allocations is not None:
+            self._allocations[key] = allocations
+        del inputs
         return results
 
 
@@ -138,10 +166,10 @@ class StepMemory(NamedTuple):
 class _PoolStep(NamedTuple):
     """The memory that one item takes from the pool and gives back, in bytes."""
 
-    copied: list[int]  # of copies of inputs
-    rest: int  # most that the item needs at a time besides its results
-    made: dict[tuple[int, str], int]  # of new results, by value
-    freed: list[tuple[int, str]]  # results of this and earlier items that no later item reads
+    copied: Sequence[int]  # of copies of inputs
+    events: Sequence[tuple[int, int]]  # as in ``Allocations``
+    made: Mapping[tuple[int, str], int]  # number of the allocation of each new result
+    freed: Sequence[tuple[int, str]]  # results of this and earlier items that no later item reads
 
 
 def predict_memory(items: Sequence[Item], memory: MemoryRecord, order: Order) -> StepMemory:
@@ -163,32 +191,56 @@ def predict_memory(items: Sequence[Item], memory: MemoryRecord, order: Order) ->
         peaks.append(max(*alive, *(sum(pair) for pair in zip(alive[:-1], inside, strict=True))))
     graph_bytes = peaks[0]
     changes = _changes(items, memory.storages, order, ends, memory.captured)
-    steps: list[_PoolStep] = []
-    for each, (made, freed) in zip(order, changes, strict=True):
-        inside_bytes = memory.inside_bytes.get(each, 0) if each[1] in memory.captured else 0
-        rest = max(0, inside_bytes - sum(made.values()))
-        steps.append(_PoolStep(copied.get(each, []), rest, made, freed))
-    while True:
-        pools = [_fill(graph_bytes, steps, early=early) for early in (False, True)]
-        if all(pool.has_all for pool in pools):
-            break
+    steps = [
+        _pool_step(items, memory, each, made, freed, copied.get(each, ()))
+        for each, (made, freed) in zip(order, changes, strict=True)
+        if each[1] in memory.captured or freed
+    ]
+    while not (pool := _fill(graph_bytes, steps)).has_all:
         graph_bytes += max(graph_bytes // _GROWTH, PIECE)
-    small_bytes = max(pool.small_bytes for pool in pools)
-    return StepMemory(graph_bytes, memory.rest_bytes + graph_bytes + small_bytes + peaks[1])
+    total_bytes = memory.rest_bytes + graph_bytes + pool.small_bytes + peaks[1]
+    return StepMemory(graph_bytes, total_bytes)
 
 
-def _fill(num_bytes: int, steps: Sequence[_PoolStep], *, early: bool) -> PoolModel:
-    """Run the steps in a pool of that size.
+def _pool_step(
+    items: Sequence[Item],
+    memory: MemoryRecord,
+    each: tuple[int, int],
+    made: Mapping[tuple[int, str], int],
+    freed: Sequence[tuple[int, str]],
+    copied: Sequence[int],
+) -> _PoolStep:
+    """Return the step of an item; without a record, all temporary tensors count as one."""
+    index = each[1]
+    if index not in memory.captured:
+        return _PoolStep(copied, (), {}, freed)
+    if (allocations := memory.allocations.get(index)) is not None:
+        owners = dict(zip(items[index].outputs, allocations.owners, strict=True))
+        numbers = {value: owners[value[1]] for value in made}
+        return _PoolStep(copied, allocations.events, numbers, freed)
+    numbers = {value: number for number, value in enumerate(made, 1)}
+    temporary = max(0, memory.inside_bytes.get(each, 0) - sum(made.values()))
+    events = [(0, temporary), *((numbers[value], size) for value, size in made.items()), (0, 0)]
+    return _PoolStep(copied, [event for event in events if temporary or event[0]], numbers, freed)
 
-    The rest of an item counts as one tensor, allocated before its results (``early``) or after.
-    """
-    pool, numbers = PoolModel(num_bytes), dict[tuple[int, str], int]()
-    for copied, rest, made, freed in steps:
-        inside = [pool.allocate(size) for size in (*copied, rest if early else 0)]
-        numbers |= {value: pool.allocate(size) for value, size in made.items()}
-        inside.append(pool.allocate(0 if early else rest))
-        for number in (*inside, *map(numbers.pop, freed)):
-            pool.free(number)
+
+def _fill(num_bytes: int, steps: Sequence[_PoolStep]) -> PoolModel:
+    """Run the steps in a pool of that size."""
+    pool, places = PoolModel(num_bytes), dict[tuple[int, str], int]()
+    for copied, events, made, freed in steps:
+        inside = [pool.allocate(size) for size in copied]
+        numbers: dict[int, int] = {}
+        for number, size in events:
+            if size:
+                numbers[number] = pool.allocate(size)
+            elif number in numbers:
+                pool.free(numbers.pop(number))
+        places |= {
+            value: numbers.pop(number) for value, number in made.items() if number in numbers
+        }
+        ended = [places.pop(value) for value in freed if value in places]
+        for place in (*inside, *numbers.values(), *ended):
+            pool.free(place)
     return pool
 
 
@@ -282,6 +334,9 @@ def _find_ends(items: Sequence[Item], order: Order) -> dict[tuple[int, str], int
         item = items[index]
         for lane in item.read_lanes(microbatch, num_microbatches):
             ends |= {(lane, name): at for name in item.inputs}
+        if item.kind == "wait":  # until then, the process group keeps what the collective reads
+            started = [items[need] for need in item.needs if items[need].kind == "start"]
+            ends |= {(microbatch, name): at for start in started for name in start.inputs}
         added_at = max(place[each, index] for each in range(microbatch + 1))
         if added_at > at:  # a gradient that waits for an earlier microbatch
             ends |= {(microbatch, name): added_at for name, _ in item.gradients}

@@ -241,7 +241,7 @@ class _Program:
         self._keys = [key for key, _ in compiled]
         self._calls = [call for _, call in compiled]
         self._recorded = StorageRecorder(
-            self.items, self._calls, num_microbatches=options.num_microbatches
+            self.items, self._calls, self._keys, num_microbatches=options.num_microbatches
         )
         self._loss = f"f:{forward.output_node().args[0][0].name}"  # type: ignore[index, union-attr]
         self._inputs = [f"f:{node.name}" for node in forward.find_nodes(op="placeholder")]

@@ -11,7 +11,8 @@ from torch import nn
 
 from halley.core.timeline import Recorder
 from halley.distributed.mesh import build_groups
-from halley.lanes import compile_step, executor, lane_memory, segment_graphs
+from halley.lanes import allocations, compile_step, executor, lane_memory, segment_graphs
+from halley.lanes.allocations import Allocations
 from halley.lanes.cut import Item
 from halley.lanes.graph_pool import PoolModel
 from halley.lanes.lane_memory import (
@@ -122,6 +123,51 @@ def test_graphs_need_gaps_between_their_tensors() -> None:
     assert predict_peak(items, storages, order) == 80 * MIB
 
 
+def test_graphs_follow_the_recorded_allocations() -> None:
+    """A temporary of 40 finds no place where one of 30 was, because the result is behind it."""
+    items = [Item(kind="segment", outputs=("a",), is_static=True)]
+    record = MemoryRecord(
+        storages=_in_mib({(0, 0): (_new("a", 20),)}),
+        inside_bytes={(0, 0): 60 * MIB},
+        captured=frozenset({0}),
+    )
+    events = [(0, 30 * MIB), (1, 20 * MIB), (0, 0), (2, 40 * MIB), (2, 0)]
+    # Without a record, a temporary of 40 and the result.
+    assert predict_memory(items, record, [(0, 0)]).graph_bytes == 60 * MIB
+    record = replace(record, allocations={0: Allocations(events=events, owners=(1,))})
+    graph_bytes = predict_memory(items, record, [(0, 0)]).graph_bytes
+    assert 90 * MIB <= graph_bytes <= 92 * MIB
+
+
+def test_history_becomes_numbers_in_order() -> None:
+    kept, view = torch.empty(4), torch.empty(4)
+    history = [
+        {"action": "free_completed", "addr": 3, "size": 5},  # allocated before
+        {"action": "alloc", "addr": 1, "size": 10},
+        {"action": "alloc", "addr": kept.data_ptr(), "size": 16},
+        {"action": "free_requested", "addr": 1, "size": 10},
+        {"action": "free_completed", "addr": 1, "size": 10},
+        {"action": "alloc", "addr": 1, "size": 20},
+    ]
+    found = allocations._number(history, [kept, view, 7, kept[1:]])
+    assert found.events == [(0, 10), (1, 16), (0, 0), (2, 20)]
+    assert found.owners == [1, -1, -1, 1]
+
+
+def test_input_of_a_collective_is_alive_until_its_wait() -> None:
+    items = [
+        Item(kind="segment", outputs=("f:rows",)),
+        Item(kind="start", inputs=("f:rows",), outputs=("f:sent",), needs=(0,)),
+        Item(kind="segment", outputs=("f:other",)),
+        Item(kind="wait", inputs=("f:sent",), outputs=("f:got",), needs=(1,), has_rows=True),
+        Item(kind="segment", inputs=("f:got", "f:other"), needs=(2, 3)),
+    ]
+    results = [(_new("f:rows", 50),), (_new("f:sent", 30),), (_new("f:other", 7),)]
+    results += [(_new("f:sent", 30),), ()]
+    storages = {(0, at): results[at] for at in range(len(items))}
+    assert predict_peak(items, storages, [(0, at) for at in range(len(items))]) == 87
+
+
 def test_pool_joins_free_blocks_and_takes_the_smallest_that_fits() -> None:
     pool = PoolModel(170 * MIB)
     tensors = [pool.allocate(each * MIB) for each in (10, 20, 30, 40, 50)]  # 20 are free behind
@@ -219,7 +265,8 @@ def _compare_peaks(rank: int, num_ranks: int) -> tuple[dict[str, tuple[int, int]
     with fresh_graphs(), pytest.MonkeyPatch.context() as patch:
         case = CutStep(model, batch, num_microbatches=NUM_MICROBATCHES)
         plain = case._calls
-        recorded = StorageRecorder(case.items, plain, num_microbatches=NUM_MICROBATCHES)
+        keys = [str(index) for index in range(len(case.items))]
+        recorded = StorageRecorder(case.items, plain, keys, num_microbatches=NUM_MICROBATCHES)
         orders = case.orders()
         case._calls = recorded.calls
         case.run(orders["in turn"])

@@ -1,0 +1,68 @@
+"""Record the memory that a call allocates and frees on a GPU, in order."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from halley.lanes.segment_compiler import Call
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocations:
+    """The memory that a call allocates and frees.
+
+    Attributes:
+        events: in order: an allocation's number and bytes, or its number and 0 when it is freed.
+        owners: for each result of the call, the number of the allocation that it has; -1 if it has
+            memory from before the call.
+    """
+
+    events: Sequence[tuple[int, int]]
+    owners: Sequence[int]
+
+
+def record_allocations(call: Call, args: list[Any]) -> tuple[Sequence[Any], Allocations | None]:
+    """Return the results of a call, and what it allocated on the current GPU.
+
+    The record is torch's history of memory. If it runs already, for a user's own analysis, it goes
+    on. None for allocators that have no history, such as "cudaMallocAsync".
+    """
+    if torch.cuda.get_allocator_backend() != "native":
+        return call(args), None
+    memory, device = torch.cuda.memory, torch.cuda.current_device()
+    is_recording = torch._C._cuda_isHistoryEnabled()  # pyright: ignore[reportPrivateUsage]
+    if not is_recording:
+        memory._record_memory_history(context=None)  # pyright: ignore[reportPrivateUsage]
+    try:
+        marker = torch.empty(1, dtype=torch.uint8, device="cuda")
+        results = call(args)
+        history = memory._snapshot()["device_traces"][device]  # pyright: ignore[reportPrivateUsage]
+    finally:
+        if not is_recording:
+            memory._record_memory_history(None)  # pyright: ignore[reportPrivateUsage]
+    begin = max(
+        at
+        for at, event in enumerate(history)
+        if event["action"] == "alloc" and event["addr"] == marker.data_ptr()
+    )
+    return results, _number(history[begin + 1 :], results)
+
+
+def _number(history: Sequence[dict[str, Any]], results: Sequence[Any]) -> Allocations:
+    events: list[tuple[int, int]] = []
+    numbers: dict[int, int] = {}  # of allocations in use, by address
+    num_allocations = 0
+    for event in history:
+        if event["action"] == "alloc":
+            numbers[event["addr"]] = num_allocations
+            events.append((num_allocations, event["size"]))
+            num_allocations += 1
+        elif event["action"] == "free_completed" and event["addr"] in numbers:
+            events.append((numbers.pop(event["addr"]), 0))
+    owners = [
+        numbers.get(each.untyped_storage().data_ptr(), -1) if isinstance(each, torch.Tensor) else -1
+        for each in results
+    ]
+    return Allocations(events=events, owners=owners)
