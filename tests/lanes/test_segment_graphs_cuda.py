@@ -141,10 +141,10 @@ def test_pool_of_graphs_is_one_piece_and_is_freed(run_ranks: RunRanks) -> None:
         piece = -(-num_bytes // 2**21) * 2**21
         assert piece > 2**26
         for pieces in pools:
-            # Other pieces are a workspace of cuBLAS for each capture. A prediction that is too
-            # small gives a piece for each tensor that has no place.
+            # Other pieces are a workspace of cuBLAS for each capture of this process. A prediction
+            # that is too small gives a piece for each tensor that has no place.
             assert [each for each in pieces if each > 2**26] == [piece]
-            assert len(pieces) <= 3
+            assert len({each for each in pieces if each != piece}) <= 1
 
 
 def _fail_captures(rank: int, num_ranks: int) -> tuple[list[bool], list[str]]:
