@@ -26,28 +26,27 @@ class Allocations:
 def record_allocations(call: Call, args: list[Any]) -> tuple[Sequence[Any], Allocations | None]:
     """Return the results of a call, and what it allocated on the current GPU.
 
-    The record is torch's history of memory. If it runs already, for a user's own analysis, it goes
-    on. None for allocators that have no history, such as "cudaMallocAsync".
+    The record is torch's history of memory. None for the record if a user already records it, or
+    if the allocator has none, such as "cudaMallocAsync".
     """
-    if torch.cuda.get_allocator_backend() != "native":
+    is_recording = torch._C._cuda_isHistoryEnabled()  # pyright: ignore[reportPrivateUsage]
+    if is_recording or torch.cuda.get_allocator_backend() != "native":
         return call(args), None
     memory, device = torch.cuda.memory, torch.cuda.current_device()
-    is_recording = torch._C._cuda_isHistoryEnabled()  # pyright: ignore[reportPrivateUsage]
-    if not is_recording:
-        memory._record_memory_history(context=None)  # pyright: ignore[reportPrivateUsage]
+    memory._record_memory_history(context=None)  # pyright: ignore[reportPrivateUsage]
     try:
         marker = torch.empty(1, dtype=torch.uint8, device="cuda")
         results = call(args)
         history = memory._snapshot()["device_traces"][device]  # pyright: ignore[reportPrivateUsage]
     finally:
-        if not is_recording:
-            memory._record_memory_history(None)  # pyright: ignore[reportPrivateUsage]
-    begin = max(
+        memory._record_memory_history(None)  # pyright: ignore[reportPrivateUsage]
+    # The history may begin before this call.
+    places = [
         at
         for at, event in enumerate(history)
         if event["action"] == "alloc" and event["addr"] == marker.data_ptr()
-    )
-    return results, _number(history[begin + 1 :], results)
+    ]
+    return results, _number(history[places[-1] + 1 :], results) if places else None
 
 
 def _number(history: Sequence[dict[str, Any]], results: Sequence[Any]) -> Allocations:

@@ -98,6 +98,7 @@ class Executor:
         self._actions = actions[::-1]
         self._captures, self._graph_bytes = captures, graph_bytes
         self._captured: list[_Action] = []
+        self._graphs: SegmentGraphs | None = None  # keeps the workspace that all graphs use
         self._addresses: list[int] = []  # of the parameters, when the items were captured
         # The tensors of ``.grad`` of the last step that have the memory of a CUDA graph's results.
         self._lent: list[weakref.ref[torch.Tensor]] = []
@@ -148,8 +149,9 @@ class Executor:
         """
         if self._captured:  # free the memory of the old graphs, which may still run
             torch.cuda.synchronize()
-            self._captured = []
-        graphs, captured = SegmentGraphs(self._graph_bytes), list[_Action]()
+            self._captured, self._graphs = [], None
+        self._graphs = graphs = SegmentGraphs(self._graph_bytes)
+        captured: list[_Action] = []
         fixed = [
             {k for k, value in each.items() if isinstance(value, nn.Parameter)} for each in values
         ]

@@ -23,10 +23,14 @@ class PoolModel:
 
     Attributes:
         has_all: whether all tensors so far found a place.
+        least_bytes: a smaller piece would have no place for them, even without gaps.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.has_all = True
+        self.least_bytes = 0
+        self._large: dict[int, int] = {}  # bytes of each other tensor, by its number
+        self._large_bytes = 0
         self._free = {0: num_bytes} if num_bytes else {}  # address and size of each free block
         self._used: dict[int, tuple[int, int]] = {}  # the same of each tensor, by its number
         self._num_tensors = 0
@@ -47,6 +51,9 @@ class PoolModel:
             self._small_bytes += size
             self._most_small_bytes = max(self._most_small_bytes, self._small_bytes)
             return self._num_tensors
+        self._large[self._num_tensors] = size
+        self._large_bytes += size
+        self.least_bytes = max(self.least_bytes, self._large_bytes)
         fitting = [(block, at) for at, block in self._free.items() if block >= size]
         if not fitting:
             self.has_all = False
@@ -62,6 +69,7 @@ class PoolModel:
     def free(self, number: int) -> None:
         """Free a tensor."""
         self._small_bytes -= self._small.pop(number, 0)
+        self._large_bytes -= self._large.pop(number, 0)
         if number not in self._used:
             return
         at, size = self._used.pop(number)

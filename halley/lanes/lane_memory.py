@@ -5,7 +5,7 @@ of an order then follow from the first and the last item that has each of them.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -65,6 +65,11 @@ class MemoryRecord:
 class StorageRecorder:
     """Records the storages of all results of a step, whose microbatches call each item in order.
 
+    Args:
+        keys: for the index of each item that a CUDA graph will run, the hash of its code. The
+            second call of each hash records what it allocates: in the first one, the compiler may
+            try kernels.
+
     Attributes:
         calls: the functions of the items; the first call of each microbatch is recorded.
         storages: the record so far.
@@ -76,7 +81,7 @@ class StorageRecorder:
         self,
         items: Sequence[Item],
         calls: Sequence[Call],
-        keys: Sequence[str],
+        keys: Mapping[int, str],
         *,
         num_microbatches: int,
     ) -> None:
@@ -93,30 +98,30 @@ class StorageRecorder:
         self._num_calls_of_key: Counter[str] = Counter()
         self._allocations: dict[str, Allocations] = {}
 
-    def record(self, *, rest_bytes: int, captured: frozenset[int]) -> MemoryRecord:
-        """Return the record so far. For the arguments, see ``MemoryRecord``."""
+    def record(self, *, rest_bytes: int) -> MemoryRecord:
+        """Return the record so far. For the argument, see ``MemoryRecord``."""
         return MemoryRecord(
             storages=self.storages,
             inside_bytes=self.inside_bytes,
             input_bytes=self.input_bytes,
             allocations={
                 index: self._allocations[key]
-                for index, key in enumerate(self._keys)
+                for index, key in self._keys.items()
                 if key in self._allocations
             },
             rest_bytes=rest_bytes,
-            captured=captured,
+            captured=frozenset(self._keys),
         )
 
     def _record(self, index: int, item: Item, call: Call, args: list[Any]) -> Sequence[Any]:
         if (microbatch := self._num_calls[index]) == self._num_microbatches:
-            return self._call(self._keys[index], call, args)
+            return self._call(index, call, args)
         inputs = [*args]  # alive during the call: no result can get the storage of a freed input
         on_gpu = any(isinstance(each, torch.Tensor) and each.is_cuda for each in inputs)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        results = self._call(self._keys[index], call, args)
+        results = self._call(index, call, args)
         if on_gpu:
             inside_bytes = torch.cuda.max_memory_allocated() - before
             self.inside_bytes[microbatch, index] = inside_bytes
@@ -130,10 +135,10 @@ class StorageRecorder:
         self._num_calls[index] += 1
         return results
 
-    def _call(self, key: str, call: Call, args: list[Any]) -> Sequence[Any]:
+    def _call(self, index: int, call: Call, args: list[Any]) -> Sequence[Any]:
+        key = self._keys.get(index, "")
         self._num_calls_of_key[key] += 1
-        on_gpu = any(isinstance(each, torch.Tensor) and each.is_cuda for each in args)
-        if not on_gpu or self._num_calls_of_key[key] != 2:
+        if not key or self._num_calls_of_key[key] != 2:
             return call(args)
         inputs = [*args]  # alive during the call, as during a capture
         results, allocations = record_allocations(call, args)
@@ -180,25 +185,21 @@ def predict_memory(items: Sequence[Item], memory: MemoryRecord, order: Order) ->
     ends = _find_ends(items, order)
     # The gradients of the first microbatch are ``.grad``, or are as many bytes.
     ends |= {(0, name): len(order) for item in items for name, _ in item.gradients}
-    peaks: list[int] = []
+    others = frozenset(range(len(items))) - memory.captured
+    alive = [0, *_alive_bytes(items, memory.storages, order, ends, others)]
+    inside = [memory.inside_bytes.get(each, 0) if each[1] in others else 0 for each in order]
+    peak = max(*alive, *(sum(pair) for pair in zip(alive[:-1], inside, strict=True)))
     copied = _copied_bytes(items, memory)
-    for chosen in (memory.captured, frozenset(range(len(items))) - memory.captured):
-        alive = [0, *_alive_bytes(items, memory.storages, order, ends, chosen)]
-        inside = [
-            memory.inside_bytes.get(each, 0) + sum(copied.get(each, ())) if each[1] in chosen else 0
-            for each in order
-        ]
-        peaks.append(max(*alive, *(sum(pair) for pair in zip(alive[:-1], inside, strict=True))))
-    graph_bytes = peaks[0]
     changes = _changes(items, memory.storages, order, ends, memory.captured)
     steps = [
         _pool_step(items, memory, each, made, freed, copied.get(each, ()))
         for each, (made, freed) in zip(order, changes, strict=True)
         if each[1] in memory.captured or freed
     ]
+    graph_bytes = _fill(0, steps).least_bytes
     while not (pool := _fill(graph_bytes, steps)).has_all:
         graph_bytes += max(graph_bytes // _GROWTH, PIECE)
-    total_bytes = memory.rest_bytes + graph_bytes + pool.small_bytes + peaks[1]
+    total_bytes = memory.rest_bytes + graph_bytes + pool.small_bytes + peak
     return StepMemory(graph_bytes, total_bytes)
 
 
@@ -225,9 +226,11 @@ def _pool_step(
 
 
 def _fill(num_bytes: int, steps: Sequence[_PoolStep]) -> PoolModel:
-    """Run the steps in a pool of that size."""
+    """Run the steps in a pool of that size, up to the first that has no place; with 0 run all."""
     pool, places = PoolModel(num_bytes), dict[tuple[int, str], int]()
     for copied, events, made, freed in steps:
+        if num_bytes and not pool.has_all:
+            break
         inside = [pool.allocate(size) for size in copied]
         numbers: dict[int, int] = {}
         for number, size in events:
@@ -264,7 +267,8 @@ def _copied_bytes(items: Sequence[Item], memory: MemoryRecord) -> dict[tuple[int
 def predict_peak(items: Sequence[Item], storages: Storages, order: Order) -> int:
     """Return the largest number of bytes of values that are alive after an item of ``order``.
 
-    A value is alive until its last reader has run. A unit that runs later keeps its operands alive.
+    A value is alive until its last reader has run, and an input of a collective until its wait. A
+    unit that runs later keeps its operands alive.
     A gradient is alive until the same gradient of all earlier microbatches is there. Inputs of the
     step (parameters and the batch), ``.grad``, and memory inside of items are not counted.
     """
@@ -330,14 +334,19 @@ def _find_ends(items: Sequence[Item], order: Order) -> dict[tuple[int, str], int
     num_microbatches = len({microbatch for microbatch, _ in order})
     place = {each: at for at, each in enumerate(order)}
     ends: dict[tuple[int, str], int] = {}
+
+    def keep(lane: int, names: Iterable[str], until: int) -> None:
+        for name in names:
+            ends[lane, name] = max(until, ends.get((lane, name), 0))
+
     for at, (microbatch, index) in enumerate(order):
         item = items[index]
         for lane in item.read_lanes(microbatch, num_microbatches):
-            ends |= {(lane, name): at for name in item.inputs}
+            keep(lane, item.inputs, at)
         if item.kind == "wait":  # until then, the process group keeps what the collective reads
-            started = [items[need] for need in item.needs if items[need].kind == "start"]
-            ends |= {(microbatch, name): at for start in started for name in start.inputs}
+            for need in item.needs:
+                keep(microbatch, items[need].inputs if items[need].kind == "start" else (), at)
         added_at = max(place[each, index] for each in range(microbatch + 1))
         if added_at > at:  # a gradient that waits for an earlier microbatch
-            ends |= {(microbatch, name): added_at for name, _ in item.gradients}
+            keep(microbatch, (name for name, _ in item.gradients), added_at)
     return ends

@@ -37,7 +37,9 @@ from halley.lanes.segment_graphs import can_capture
 from halley.ops.sharded_parameters import ShardedParameters
 
 
-_NUM_WARM_UP_STEPS = 1  # not measured, because the first step allocates memory
+# Not measured: the first call of an item allocates memory, the second one records allocations. With
+# several microbatches, both are in one step.
+_NUM_FIRST_CALLS = 2
 _NUM_MEASURED_STEPS = 2
 _RANKS_BATCH = {"halley::take_slots_by_weight"}  # operators whose results need the whole batch
 _ONE_AFTER_ANOTHER = "microbatches run one after another"
@@ -240,8 +242,17 @@ class _Program:
         compiled = [compiler.compile(item) for item in self.items]
         self._keys = [key for key, _ in compiled]
         self._calls = [call for _, call in compiled]
+        self._device = device = device_of(forward)
+        self._captures = captures and device.type == "cuda"
         self._recorded = StorageRecorder(
-            self.items, self._calls, self._keys, num_microbatches=options.num_microbatches
+            self.items,
+            self._calls,
+            {
+                at: self._keys[at]
+                for at, item in enumerate(self.items)
+                if is_planned and self._captures and can_capture(item)
+            },
+            num_microbatches=options.num_microbatches,
         )
         self._loss = f"f:{forward.output_node().args[0][0].name}"  # type: ignore[index, union-attr]
         self._inputs = [f"f:{node.name}" for node in forward.find_nodes(op="placeholder")]
@@ -252,9 +263,7 @@ class _Program:
             if node.name.startswith(TANGENT)
             for value in (node.meta["val"],)
         }
-        self._device = device = device_of(forward)
         self._clock, self._off = Recorder(device), Recorder(device, enabled=False)
-        self._captures = captures and device.type == "cuda"
         self._num_steps = 0
         self._measured: list[list[Span]] = []  # spans of each measured step
         self._executor = self._build(
@@ -270,7 +279,8 @@ class _Program:
         if self._problem:
             raise ValueError(self._problem)
         needs_plan = self._is_planned and self.plan is None
-        is_measured = needs_plan and self._num_steps >= _NUM_WARM_UP_STEPS
+        num_calls = self._num_steps * self._options.num_microbatches
+        is_measured = needs_plan and num_calls >= _NUM_FIRST_CALLS
         rest_bytes = self._find_rest_bytes(calls[0].values) if is_measured else 0
         losses = self._executor.run(
             inputs,
@@ -312,9 +322,6 @@ class _Program:
         if self._device.type == "cuda" and self._groups:
             contention = measure_group_contention(self._groups[0], self._device)
 
-        captured = frozenset(
-            at for at, item in enumerate(self.items) if self._captures and can_capture(item)
-        )
         durations_us = measured_durations(self.items, self._keys, measured)
         predictor = predictor_of(self._device)
 
@@ -325,7 +332,7 @@ class _Program:
                     durations_us,
                     num_microbatches=self._options.num_microbatches,
                     max_lanes=self._options.max_lanes,
-                    memory=self._recorded.record(rest_bytes=rest_bytes, captured=captured),
+                    memory=self._recorded.record(rest_bytes=rest_bytes),
                     max_bytes=self._options.max_bytes,
                     contention=contention,
                     memory_shares=find_memory_shares(self.items, durations_us, predictor),

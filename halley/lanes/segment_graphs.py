@@ -38,12 +38,13 @@ class SegmentGraphs:
         self._stream = torch.cuda.Stream()
         gc.collect()  # frees CUDA objects now: freeing them during a capture would break it
         torch.cuda.empty_cache()  # the pool needs the memory that earlier steps have freed
-        # The first GEMM of a stream allocates the workspace of cuBLAS, which is never freed. In the
-        # large piece, it would keep all memory of the pool when the graphs are made again.
-        self._first = [self._record(lambda: torch.mm(*torch.ones(2, 16, 16, device="cuda")))]
-        # Without memory for one piece, torch allocates pieces as the graphs need them.
+        size = {"dtype": torch.uint8, "device": "cuda"}
+        self._first: list[torch.cuda.CUDAGraph] = []
+        # Without memory for these two, torch allocates memory as the graphs need it.
         with suppress(torch.OutOfMemoryError):
-            size = {"dtype": torch.uint8, "device": "cuda"}
+            # The first GEMM of a stream allocates the workspace of cuBLAS. torch 2.11 never frees
+            # it: as a part of the large piece, it would keep the piece when graphs are made again.
+            self._first += [self._record(lambda: torch.mm(*torch.ones(2, 16, 16, device="cuda")))]
             self._first += [self._record(lambda: torch.zeros(max(num_bytes, 1), **size))]
 
     def _record(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
