@@ -1,4 +1,4 @@
-"""Run the pieces (items) of all microbatches of a step in a given order; add up the gradients."""
+"""Run the items of all microbatches of a step in a given order; add up the gradients."""
 
 import warnings
 import weakref
@@ -98,7 +98,7 @@ class Executor:
         self._actions = actions[::-1]
         self._captures, self._graph_bytes = captures, graph_bytes
         self._captured: list[_Action] = []
-        self._graphs: SegmentGraphs | None = None  # keeps the workspace that all graphs use
+        self._graphs: SegmentGraphs | None = None  # keeps the memory that all graphs use
         self._addresses: list[int] = []  # of the parameters, when the items were captured
         # The tensors of ``.grad`` of the last step that have the memory of a CUDA graph's results.
         self._lent: list[weakref.ref[torch.Tensor]] = []
@@ -117,7 +117,7 @@ class Executor:
             parameters: values of the inputs of forward, by position.
         """
         values = [{**each} for each in inputs]
-        _keep(self._lent)
+        _copy_lent(self._lent)
         gradients = _Gradients(parameters, lent=self._lent)
         # For collectives, the autograd key runs Python code, which takes host time: skip this key.
         # Autocast is off, because the graphs contain its casts already.
@@ -316,7 +316,7 @@ def _hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tenso
     return [*(parameter._backward_hooks or {}).values()]
 
 
-def _keep(lent: list[weakref.ref[torch.Tensor]]) -> None:
+def _copy_lent(lent: list[weakref.ref[torch.Tensor]]) -> None:
     """Copy gradients of the last step that are still in use to other memory; empty the list."""
     for reference in lent:
         if (gradient := reference()) is not None:

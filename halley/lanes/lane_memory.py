@@ -34,7 +34,9 @@ class ResultStorage:
     num_bytes: int
 
 
-_GROWTH = 256  # the pool of CUDA graphs grows by this part of its size until it is large enough
+_GROWTH_DIVISOR = (
+    256  # the predicted pool grows by 1/256 of its size until all tensors have a place
+)
 
 # Storages of an item's results by (microbatch, item index). Results of items that are missing here
 # count as 0 bytes: sums over lanes are missing, and have one number for each expert.
@@ -178,12 +180,13 @@ class _PoolStep(NamedTuple):
 
 
 def predict_memory(items: Sequence[Item], memory: MemoryRecord, order: Order) -> StepMemory:
-    """Return the memory of a step.
+    """Return the memory of a step: that of its CUDA graphs, and with the peak of all other memory.
 
-    CUDA graphs keep their memory for the whole step, so the other memory adds to its peak.
+    CUDA graphs keep their memory for the whole step.
     """
     ends = _find_ends(items, order)
-    # The gradients of the first microbatch are ``.grad``, or are as many bytes.
+    # A gradient of the first microbatch counts to the end: it becomes ``.grad``, or ``.grad`` is a
+    # copy of equal size.
     ends |= {(0, name): len(order) for item in items for name, _ in item.gradients}
     others = frozenset(range(len(items))) - memory.captured
     alive = [0, *_alive_bytes(items, memory.storages, order, ends, others)]
@@ -198,7 +201,7 @@ def predict_memory(items: Sequence[Item], memory: MemoryRecord, order: Order) ->
     ]
     graph_bytes = _fill(0, steps).least_bytes
     while not (pool := _fill(graph_bytes, steps)).has_all:
-        graph_bytes += max(graph_bytes // _GROWTH, PIECE)
+        graph_bytes += max(graph_bytes // _GROWTH_DIVISOR, PIECE)
     total_bytes = memory.rest_bytes + graph_bytes + pool.small_bytes + peak
     return StepMemory(graph_bytes, total_bytes)
 

@@ -1,4 +1,4 @@
-"""Schedule the pieces (items) of several microbatches in one stream, and predict the step's time.
+"""Schedule the items of several microbatches in one stream, and predict the step's time.
 
 A lane is a microbatch that runs beside others. Two lanes (0 and 1) share the compute stream. The
 order switches to the other lane before each wait for rows. Units (w) of weight-gradient GEMMs run

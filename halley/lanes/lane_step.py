@@ -37,8 +37,8 @@ from halley.lanes.segment_graphs import can_capture
 from halley.ops.sharded_parameters import ShardedParameters
 
 
-# Not measured: the first call of an item allocates memory, the second one records allocations. With
-# several microbatches, both are in one step.
+# Steps are measured after this number of calls of each item: the first call allocates memory, and
+# the second one records allocations. With several microbatches, both are in the first step.
 _NUM_FIRST_CALLS = 2
 _NUM_MEASURED_STEPS = 2
 _RANKS_BATCH = {"halley::take_slots_by_weight"}  # operators whose results need the whole batch

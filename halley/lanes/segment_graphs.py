@@ -40,7 +40,7 @@ class SegmentGraphs:
         torch.cuda.empty_cache()  # the pool needs the memory that earlier steps have freed
         size = {"dtype": torch.uint8, "device": "cuda"}
         self._first: list[torch.cuda.CUDAGraph] = []
-        # Without memory for these two, torch allocates memory as the graphs need it.
+        # If these two find no memory, torch allocates memory as the graphs need it.
         with suppress(torch.OutOfMemoryError):
             # The first GEMM of a stream allocates the workspace of cuBLAS. torch 2.11 never frees
             # it: as a part of the large piece, it would keep the piece when graphs are made again.

@@ -375,7 +375,7 @@ def test_gradients_with_lasting_memory_become_grad_and_outlive_the_next_step() -
     assert second.grad is not None
     assert second.grad.is_contiguous()
     assert torch.equal(first.grad, torch.full((2, 3), 3.0))
-    executor._keep(lent)  # the next step begins
+    executor._copy_lent(lent)  # the next step begins
     memory.zero_()  # and computes other gradients in this memory
     assert torch.equal(first.grad, torch.full((2, 3), 3.0))
     assert lent == []
