@@ -16,6 +16,7 @@ import torch.distributed as dist
 from halley.cost.simulate import NO_CONTENTION, Contention
 from halley.distributed.mesh import build_groups
 from halley.lanes import compile_step, lane_step
+from halley.lanes.allocations import Allocations, record_allocations
 from halley.lanes.segment_graphs import SegmentGraphs, can_capture
 from halley.tools.layer_case import relative_error
 from tests.compiler.model_case import fresh_graphs
@@ -145,6 +146,25 @@ def test_pool_of_graphs_is_one_piece_and_is_freed(run_ranks: RunRanks) -> None:
             # that is too small gives a piece for each tensor that has no place.
             assert [each for each in pieces if each > 2**26] == [piece]
             assert len({each for each in pieces if each != piece}) <= 1
+
+
+def test_allocations_are_recorded_in_order_unless_a_user_records_them() -> None:
+    def call(args: list[Any]) -> list[Any]:
+        temporary = torch.empty(2**20, dtype=torch.uint8, device="cuda")
+        result = torch.empty(2**21, dtype=torch.uint8, device="cuda")
+        del temporary
+        return [result, args[0]]
+
+    args = [torch.empty(1, device="cuda")]
+    wanted = Allocations(events=[(0, 2**20), (1, 2**21), (0, 0)], owners=[1, -1])
+    assert record_allocations(call, [*args])[1] == wanted
+    assert not torch._C._cuda_isHistoryEnabled()
+    torch.cuda.memory._record_memory_history(context=None)
+    try:
+        assert record_allocations(call, [*args])[1] is None
+        assert torch._C._cuda_isHistoryEnabled()
+    finally:
+        torch.cuda.memory._record_memory_history(None)
 
 
 def _fail_captures(rank: int, num_ranks: int) -> tuple[list[bool], list[str]]:
