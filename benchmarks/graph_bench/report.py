@@ -81,9 +81,9 @@ def graph_table(rows: list[Row]) -> Table:
         title=f"Forward and backward on {first['num_gpus']} x {first['gpu']}: slowest rank, ms; "
         f"all-to-all {to_float(first['link_gb_per_s']):.1f} GB/s{slow}",
         caption="speed: against the faster of sequential and none; predicted: its ratio to "
-        "measured; planned: seconds of the passes, with measuring and without, or of lanes, from "
-        "the first step to the plan; MiB: ratio to none; error: against none, of the worst of loss "
-        "and gradients; = same bits",
+        "measured; planned: seconds of the passes, with measuring and without, and of lanes "
+        "from the first step to the plan; MiB: ratio to none; error: against none, of the worst of "
+        "loss and gradients; = same bits",
     )
     for name in ("model", "variant", "inner"):
         table.add_column(name, no_wrap=True)

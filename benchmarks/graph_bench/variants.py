@@ -51,7 +51,6 @@ class Variant:
     Attributes:
         run: runs one step.
         compile_s: time of the first step.
-        optimise_s: of lanes, time from there to the plan: measured steps and planning.
         difference: of loss and gradients from the first variant; for the first variant itself, the
             difference between two of its steps.
         reports: of the graphs that the passes have changed.
@@ -59,6 +58,7 @@ class Variant:
         lanes: the step in lanes, which has the plan.
         held_bytes: memory that the variant holds between steps, such as that of CUDA graphs.
         planned_bytes: memory of a step by the lanes' plan, without values of the first variant.
+        optimise_s: of lanes, time from the end of the first step to the plan.
     """
 
     run: Callable[[], None]

@@ -24,10 +24,10 @@ class Allocations:
 
 
 def record_allocations(call: Call, args: list[Any]) -> tuple[Sequence[Any], Allocations | None]:
-    """Return the results of a call, and what it allocated on the current GPU.
+    """Return the results of a call, and what it allocated and freed on the current GPU.
 
-    The record is torch's history of memory. None for the record if a user already records it, or
-    if the allocator has none, such as "cudaMallocAsync".
+    The source is torch's history of memory. The second result is None if a user already records
+    this history, or if the allocator has none, such as "cudaMallocAsync".
     """
     is_recording = torch._C._cuda_isHistoryEnabled()  # pyright: ignore[reportPrivateUsage]
     if is_recording or torch.cuda.get_allocator_backend() != "native":
@@ -50,6 +50,7 @@ def record_allocations(call: Call, args: list[Any]) -> tuple[Sequence[Any], Allo
 
 
 def _number(history: Sequence[dict[str, Any]], results: Sequence[Any]) -> Allocations:
+    """Number a call's allocations in order of torch's history, and find those of its results."""
     events: list[tuple[int, int]] = []
     numbers: dict[int, int] = {}  # of allocations in use, by address
     num_allocations = 0

@@ -147,7 +147,7 @@ class Executor:
 
         Later steps use the actions if they have all run and the parameters have these addresses.
         """
-        if self._captured:  # free the memory of the old graphs, which may still run
+        if self._graphs:  # free the memory of the old graphs, which may still run
             torch.cuda.synchronize()
             self._captured, self._graphs = [], None
         self._graphs = graphs = SegmentGraphs(self._graph_bytes)

@@ -1,5 +1,6 @@
 """Predict how much memory the pool of CUDA graphs needs, gaps included."""
 
+from dataclasses import dataclass
 from typing import final
 
 
@@ -9,6 +10,18 @@ _ROUNDING = 512  # bytes; sizes are multiples of it
 # more than this is split.
 _SMALL = 2**20
 PIECE = 2**21  # sizes of pieces are multiples of it
+
+
+@dataclass(eq=False)
+class _Total:
+    """Bytes of the tensors in use, and the most so far."""
+
+    num_bytes: int = 0
+    most_bytes: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.most_bytes = max(self.most_bytes, self.num_bytes)
 
 
 @final
@@ -23,53 +36,50 @@ class PoolModel:
 
     Attributes:
         has_all: whether all tensors so far found a place.
-        least_bytes: a smaller piece would have no place for them, even without gaps.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.has_all = True
-        self.least_bytes = 0
-        self._large: dict[int, int] = {}  # bytes of each other tensor, by its number
-        self._large_bytes = 0
+        self._sizes: list[int] = []  # of each tensor so far, by its number
+        self._small, self._large = _Total(), _Total()
         self._free = {0: num_bytes} if num_bytes else {}  # address and size of each free block
-        self._used: dict[int, tuple[int, int]] = {}  # the same of each tensor, by its number
-        self._num_tensors = 0
-        self._small: dict[int, int] = {}  # bytes of each small tensor, by its number
-        self._small_bytes = self._most_small_bytes = 0
+        self._used: dict[int, tuple[int, int]] = {}  # the same of each tensor in the piece
 
     @property
     def small_bytes(self) -> int:
         """Most memory of small tensors so far, which are not in the piece."""
-        return -(-self._most_small_bytes // PIECE) * PIECE
+        return -(-self._small.most_bytes // PIECE) * PIECE
+
+    @property
+    def least_bytes(self) -> int:
+        """Most memory of the other tensors so far: the size of the piece if there were no gaps."""
+        return self._large.most_bytes
 
     def allocate(self, num_bytes: int) -> int:
         """Place a tensor; return its number."""
-        self._num_tensors += 1
+        number = len(self._sizes)
         size = -(-num_bytes // _ROUNDING) * _ROUNDING
+        self._sizes.append(size)
         if size <= _SMALL:
-            self._small[self._num_tensors] = size
-            self._small_bytes += size
-            self._most_small_bytes = max(self._most_small_bytes, self._small_bytes)
-            return self._num_tensors
-        self._large[self._num_tensors] = size
-        self._large_bytes += size
-        self.least_bytes = max(self.least_bytes, self._large_bytes)
+            self._small.add(size)
+            return number
+        self._large.add(size)
         fitting = [(block, at) for at, block in self._free.items() if block >= size]
         if not fitting:
             self.has_all = False
-            return self._num_tensors
+            return number
         block, at = min(fitting)
         del self._free[at]
         if block - size > _SMALL:
             self._free[at + size] = block - size
             block = size
-        self._used[self._num_tensors] = at, block
-        return self._num_tensors
+        self._used[number] = at, block
+        return number
 
     def free(self, number: int) -> None:
         """Free a tensor."""
-        self._small_bytes -= self._small.pop(number, 0)
-        self._large_bytes -= self._large.pop(number, 0)
+        size = self._sizes[number]
+        (self._small if size <= _SMALL else self._large).add(-size)
         if number not in self._used:
             return
         at, size = self._used.pop(number)

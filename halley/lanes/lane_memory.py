@@ -20,6 +20,10 @@ from halley.lanes.graph_pool import PIECE, PoolModel
 from halley.lanes.segment_compiler import Call
 
 
+# The predicted pool grows by 1/256 of its size until all tensors have a place.
+_GROWTH_DIVISOR = 256
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResultStorage:
     """The storage of one result of an item.
@@ -33,10 +37,6 @@ class ResultStorage:
     owner: str
     num_bytes: int
 
-
-_GROWTH_DIVISOR = (
-    256  # the predicted pool grows by 1/256 of its size until all tensors have a place
-)
 
 # Storages of an item's results by (microbatch, item index). Results of items that are missing here
 # count as 0 bytes: sums over lanes are missing, and have one number for each expert.
@@ -197,7 +197,6 @@ def predict_memory(items: Sequence[Item], memory: MemoryRecord, order: Order) ->
     steps = [
         _pool_step(items, memory, each, made, freed, copied.get(each, ()))
         for each, (made, freed) in zip(order, changes, strict=True)
-        if each[1] in memory.captured or freed
     ]
     graph_bytes = _fill(0, steps).least_bytes
     while not (pool := _fill(graph_bytes, steps)).has_all:
@@ -225,15 +224,13 @@ def _pool_step(
     numbers = {value: number for number, value in enumerate(made, 1)}
     temporary = max(0, memory.inside_bytes.get(each, 0) - sum(made.values()))
     events = [(0, temporary), *((numbers[value], size) for value, size in made.items()), (0, 0)]
-    return _PoolStep(copied, [event for event in events if temporary or event[0]], numbers, freed)
+    return _PoolStep(copied, events, numbers, freed)
 
 
 def _fill(num_bytes: int, steps: Sequence[_PoolStep]) -> PoolModel:
-    """Run the steps in a pool of that size, up to the first that has no place; with 0 run all."""
+    """Run the steps in a pool of that size."""
     pool, places = PoolModel(num_bytes), dict[tuple[int, str], int]()
     for copied, events, made, freed in steps:
-        if num_bytes and not pool.has_all:
-            break
         inside = [pool.allocate(size) for size in copied]
         numbers: dict[int, int] = {}
         for number, size in events:
@@ -271,9 +268,9 @@ def predict_peak(items: Sequence[Item], storages: Storages, order: Order) -> int
     """Return the largest number of bytes of values that are alive after an item of ``order``.
 
     A value is alive until its last reader has run, and an input of a collective until its wait. A
-    unit that runs later keeps its operands alive.
-    A gradient is alive until the same gradient of all earlier microbatches is there. Inputs of the
-    step (parameters and the batch), ``.grad``, and memory inside of items are not counted.
+    unit that runs later keeps its operands alive. A gradient is alive until the same gradient of
+    all earlier microbatches is there. Inputs of the step (parameters and the batch), ``.grad``, and
+    memory inside of items are not counted.
     """
     ends = _find_ends(items, order)
     return max(0, *_alive_bytes(items, storages, order, ends, range(len(items))))
