@@ -117,3 +117,23 @@ def _is_running_after(rank: int, num_ranks: int) -> bool:
 
 def test_host_does_not_wait_for_the_end_of_a_step(run_ranks: RunRanks) -> None:
     assert run_ranks(_is_running_after, 2) == [True, True]
+
+
+def test_forward_and_backward_of_a_graph_share_the_workspace_of_cublas() -> None:
+    linear = nn.Linear(64, 64, bias=False, device="cuda")
+    x_TD = torch.randn(64, 64, device="cuda")
+
+    def run(x_TD: torch.Tensor) -> torch.Tensor:
+        loss = linear(x_TD).sum()
+        loss.backward()
+        return loss.detach()
+
+    step = CapturedStep(run, model=linear)
+    step(x_TD)
+    torch._C._cuda_clearCublasWorkspaces()
+    linear.weight.grad = None
+    before = torch.cuda.memory_allocated()
+    step(x_TD)
+    workspace = torch.cuda.memory_allocated() - before
+    torch.mm(x_TD, x_TD)  # on another stream, so cuBLAS allocates one more workspace
+    assert torch.cuda.memory_allocated() - before - workspace > workspace // 2 > 2**21
