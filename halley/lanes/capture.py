@@ -141,6 +141,8 @@ def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: Inner) -
         # Remove repeated waits, so that a saved value has the same name in forward and backward.
         remove_repeated_waits(joint.graph)
         _save_random_results(joint.graph)
+        if inner == "inductor":
+            _simplify(joint)
         forward, backward = min_cut_rematerialization_partition(
             joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs
         )
@@ -167,6 +169,20 @@ def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: Inner) -
     if not found:
         raise ValueError("the loss must depend on a parameter that requires a gradient")
     return found[0]
+
+
+def _simplify(joint: fx.GraphModule) -> None:
+    """Run Inductor's passes for a graph of forward and backward.
+
+    With them, the gradient of a cross-entropy is one kernel, for example. Without them, it first
+    writes a float32 tensor of the size of the logits. Random operators stay as they are. Padding is
+    off: Inductor would decide on it by times, so that the graphs of ranks could differ.
+    """
+    from torch._inductor import config
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    with config.patch(fallback_random=True, shape_padding=False):
+        joint_graph_passes(joint)
 
 
 def _remove_aliases(graph: fx.Graph) -> None:

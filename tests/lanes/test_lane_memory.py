@@ -257,6 +257,31 @@ def test_limit_of_memory_chooses_fewer_lanes() -> None:
         make_plan(max_bytes=79)
 
 
+def test_lanes_use_an_order_that_is_near_the_least_memory() -> None:
+    items = [
+        Item(kind="segment", outputs=("b:rows", "b:operand")),
+        Item(kind="unit", inputs=("b:operand",), needs=(0,)),
+        Item(kind="start", inputs=("b:rows",), outputs=("b:sent",), needs=(0,)),
+        Item(kind="wait", inputs=("b:sent",), outputs=("b:got",), needs=(2,), has_rows=True),
+        Item(kind="segment", inputs=("b:got",), needs=(3,)),
+    ]
+    results = [(_new("b:rows", 10), _new("b:operand", 90)), (), (_new("b:sent", 10),), (), ()]
+    storages = {(each, at): results[at] for each in (0, 1) for at in range(len(items))}
+    make_plan = partial(
+        plan_lanes,
+        items,
+        [10.0, 9.0, 20.0, 0.0, 10.0],
+        num_microbatches=2,
+        max_lanes=2,
+        memory=MemoryRecord(storages=storages),
+    )
+    free, limited = make_plan(), make_plan(max_growth=1.02)
+    assert (free.num_lanes, free.moves_units) == (2, True)
+    assert (limited.num_lanes, limited.moves_units) == (2, False)
+    assert free.total_bytes > 1.5 * limited.total_bytes
+    assert make_plan(max_growth=3.0) == free
+
+
 def _live_bytes(values: Sequence[dict[str, Any]], early: dict[int, Any], inputs: set[int]) -> int:
     """Return the bytes of the storages of all values, each once, without those of ``inputs``."""
     dictionaries = [*values, *early.values()]
