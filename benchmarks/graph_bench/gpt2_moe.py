@@ -24,9 +24,9 @@ ROUTERS: dict[Gate, RouterConfig] = {
 }
 TOP_K: dict[Gate, int] = {"switch": 1, "top2": 2, "prioritized": 1, "dropless": 2}
 # With the 0.02 of other weights, all tokens of a random model have nearly equal hidden states and
-# the same expert: of 12288 tokens of GPT2-S-MoE, one of 4 experts gets up to 11000, with 1.0 up to
-# 5300. Losses that balance the experts keep them nearly equal in training.
-EMBEDDING_STD = 1.0
+# the same expert: of 12288 tokens of GPT2-S-MoE, one of 4 experts gets up to 11000, with 2.0 up to
+# 3700. Losses that balance the experts keep their loads nearly equal in training.
+EMBEDDING_STD = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
