@@ -153,6 +153,7 @@ class GPT2MoE(nn.Module):
         groups: the ranks that hold the experts.
         strategy: runs the routed experts on these groups.
         std: standard deviation of the weights but embeddings; the default is that of GPT-2.
+        embedding_std: standard deviation of the embeddings.
         dtype, device: of the parameters; "meta" leaves them without values.
     """
 
@@ -164,6 +165,7 @@ class GPT2MoE(nn.Module):
         *,
         strategy: AbstractStrategy,
         std: float = 0.02,
+        embedding_std: float = EMBEDDING_STD,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -192,7 +194,7 @@ class GPT2MoE(nn.Module):
         self.ln_f = nn.LayerNorm(size, dtype=dtype, device=device)
         self.lm_head = nn.Linear(size, vocab_size, bias=False, dtype=dtype, device=device)
         if device.type != "meta":
-            self._fill(groups, std=std)
+            self._fill(groups, std=std, embedding_std=embedding_std)
 
     def forward(self, tokens_BS: torch.Tensor) -> ModelOutput:
         places_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
@@ -208,7 +210,7 @@ class GPT2MoE(nn.Module):
         return ModelOutput(logits_BSV, torch.stack(losses).sum(), torch.stack(counts))
 
     @torch.no_grad()
-    def _fill(self, groups: ParallelGroups, *, std: float) -> None:
+    def _fill(self, groups: ParallelGroups, *, std: float, embedding_std: float) -> None:
         """Draw random parameters, equal on all ranks except for those of experts."""
         device = self.wte.weight.device
         generators = [torch.Generator(device).manual_seed(s) for s in (0, groups.ep_rank + 1)]
@@ -217,7 +219,7 @@ class GPT2MoE(nn.Module):
             for parameter in module.parameters(recurse=False):
                 if not isinstance(module, nn.LayerNorm):
                     is_embedding = isinstance(module, nn.Embedding)
-                    value_std = EMBEDDING_STD if is_embedding else std
+                    value_std = embedding_std if is_embedding else std
                     parameter.normal_(0.0, value_std, generator=generator)
 
 

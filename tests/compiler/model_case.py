@@ -67,7 +67,8 @@ def build_narrow(
     shape = GPT2Shape(
         name="narrow", num_layers=num_layers, num_heads=4, hidden_size=hidden_size, **sizes
     )
-    return GPT2MoE(shape, gate, groups, strategy=TraceableStrategy(groups.ep), std=0.2)
+    strategy = TraceableStrategy(groups.ep)
+    return GPT2MoE(shape, gate, groups, strategy=strategy, std=0.2, embedding_std=0.2)
 
 
 def make_input(rank: int) -> torch.Tensor:
