@@ -72,7 +72,8 @@ def main() -> None:
         seq_len=args.seq_len,
     )
     strategy = TraceableStrategy(groups.ep)
-    model = TrainingLoss(GPT2MoE(shape, check_gate(args.gate), groups, strategy=strategy, std=0.05))
+    gate, stds = check_gate(args.gate), {"std": 0.05, "embedding_std": 0.05}
+    model = TrainingLoss(GPT2MoE(shape, gate, groups, strategy=strategy, **stds))
     generator = torch.Generator().manual_seed(groups.rank)
     size = (args.batch * args.microbatches, args.seq_len + 1)
     text = torch.randint(args.vocab, size, generator=generator)

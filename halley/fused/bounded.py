@@ -199,8 +199,8 @@ class _Graph:
             return self._run(*args)
         if self._graph is None:
             self._args, self._graph = [each.clone() for each in args], torch.cuda.CUDAGraph()
-            # Free the memory that cuBLAS keeps for streams, 64 MiB: the capture allocates its own.
-            # It is 32 MiB if backward runs in the thread of forward, and else 64 MiB.
+            # Free cuBLAS's workspaces, 32 MiB for each thread and stream: the capture allocates its
+            # own. Backward runs in this thread, so that it needs no second one.
             torch._C._cuda_clearCublasWorkspaces()
             # "thread_local" allows the watchdog thread of NCCL to query events during the capture.
             with (

@@ -19,6 +19,8 @@ from halley.ops.lane_sums import trace_lane
 
 
 Inner = Literal["eager", "inductor"]
+# Settings of Inductor that keep the random operators of PyTorch, which ``is_random`` finds.
+KEEP_RANDOM: dict[str, Any] = {"fallback_random": True}
 TANGENT = "tangents"  # prefix of the name that aot_autograd gives to the gradient of the loss
 # Modules of torch whose forward Dynamo cannot trace: the path of their code, and what to use.
 _UNTRACEABLE = {
@@ -140,9 +142,9 @@ def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: Inner) -
         _remove_aliases(joint.graph)
         # Remove repeated waits, so that a saved value has the same name in forward and backward.
         remove_repeated_waits(joint.graph)
-        _save_random_results(joint.graph)
         if inner == "inductor":
             _simplify(joint)
+        _save_random_results(joint.graph)
         forward, backward = min_cut_rematerialization_partition(
             joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs
         )
@@ -157,9 +159,11 @@ def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: Inner) -
 
     table = None
     if inner == "inductor":
+        from torch._inductor import config
         from torch._inductor.decomposition import select_decomp_table
 
-        table = select_decomp_table()
+        with config.patch(KEEP_RANDOM):
+            table = select_decomp_table()
     aot_autograd(
         fw_compiler=_run_nothing,
         bw_compiler=_run_nothing,
@@ -172,16 +176,22 @@ def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: Inner) -
 
 
 def _simplify(joint: fx.GraphModule) -> None:
-    """Run Inductor's passes for a graph of forward and backward.
+    """Run Inductor's own passes for a graph of forward and backward.
 
     With them, the gradient of a cross-entropy is one kernel, for example. Without them, it first
-    writes a float32 tensor of the size of the logits. Random operators stay as they are. Padding is
-    off: Inductor would decide on it by times, so that the graphs of ranks could differ.
+    writes a float32 tensor of the size of the logits.
     """
     from torch._inductor import config
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
-    with config.patch(fallback_random=True, shape_padding=False):
+    settings = {
+        **KEEP_RANDOM,
+        "shape_padding": False,  # decides by measured times, so that the ranks' graphs could differ
+        "joint_custom_pre_pass": None,  # not in the key of the graphs on disk
+        "joint_custom_post_pass": None,
+        "auto_chunker.enable": False,  # returns another graph
+    }
+    with config.patch(settings):
         joint_graph_passes(joint)
 
 

@@ -18,7 +18,7 @@ from typing import TypeVar, final
 from halley.cost.simulate import NO_CONTENTION, Contention, GraphTime
 from halley.lanes.cut import Item
 from halley.lanes.executor import Order, find_missing
-from halley.lanes.lane_memory import MemoryRecord, StepMemory, predict_memory, predict_peak
+from halley.lanes.lane_memory import MemoryRecord, predict_memory, predict_peak
 from halley.lanes.lane_times import overlapped, predict
 
 
@@ -59,7 +59,7 @@ def plan_lanes(
     max_lanes: int,
     memory: MemoryRecord = _NO_RECORD,
     max_bytes: int | None = None,
-    max_growth: float | None = None,
+    moves_units: bool = True,
     contention: Contention = NO_CONTENTION,
     memory_shares: Sequence[float] | None = None,
 ) -> LanePlan:
@@ -70,8 +70,7 @@ def plan_lanes(
         max_lanes: most microbatches that may be unfinished at a time.
         memory: recorded in an earlier step.
         max_bytes: most bytes of the values between items; None for no limit.
-        max_growth: most memory (``predict_memory``) of an order in which microbatches run side by
-            side, as a multiple of the least of all such orders; None for no limit.
+        moves_units: whether weight-gradient units may run later, which keeps their operands alive.
         contention: of computation and transfers.
         memory_shares: result of ``find_memory_shares``; None for no item that memory limits.
 
@@ -80,85 +79,34 @@ def plan_lanes(
     """
     shares = memory_shares or [0.0] * len(items)
     overlapping_us = overlapped(items, durations_us, shares, contention)
-    limits = {"num_microbatches": num_microbatches, "max_lanes": max_lanes}
-    makers = list(_schedulers(items, overlapping_us, **limits))
-    judge = partial(
-        _judge, durations_us=durations_us, memory=memory, contention=contention, shares=shares
-    )
-    candidates = [judge(make()) for make in makers]
-    fits = _make_limit(candidates, max_bytes=max_bytes, max_growth=max_growth)
-    before = candidates[0]
-    best = min(filter(fits, candidates), key=lambda each: each.time.makespan_us)
-    improved = judge(_improve(makers[candidates.index(best)]))
-    if fits(improved) and improved.time.makespan_us < best.time.makespan_us:
-        best = improved
-    if fits(before) and before.time.makespan_us < _MIN_GAIN * best.time.makespan_us:
-        best = before
-    margins = contention.sm_margin, contention.grouped_sm_margin
+    makers = list(_schedulers(items, overlapping_us, num_microbatches, max_lanes, moves_units))
+    orders: list[Order] = [make().run() for make in makers]
+    times = [predict(items, durations_us, order, contention, shares) for order in orders]
+    fastest = min(range(len(orders)), key=lambda at: times[at].makespan_us)
+    makers.append(makers[fastest])
+    orders.append(_improve(makers[fastest]))
+    times.append(predict(items, durations_us, orders[-1], contention, shares))
+    peaks = [predict_peak(items, memory.storages, order) for order in orders]
+    allowed = [at for at, peak in enumerate(peaks) if max_bytes is None or peak <= max_bytes]
+    if not allowed:
+        raise ValueError(
+            f"max_bytes ({max_bytes}) must be at least {min(peaks)}, the least predicted peak"
+        )
+    best = min(allowed, key=lambda at: times[at].makespan_us)
+    if 0 in allowed and times[0].makespan_us < _MIN_GAIN * times[best].makespan_us:
+        best = 0
+    scheduler = makers[best]()
     return LanePlan(
-        order=tuple(best.order),
-        num_lanes=best.num_lanes,
-        moves_units=best.moves_units,
-        time=best.time,
-        time_before=before.time,
-        sm_margins=(0, 0) if best is before else margins,
-        peak_bytes=best.peak_bytes,
-        peak_bytes_before=before.peak_bytes,
-        **best.memory._asdict(),
-    )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Candidate:
-    """The order of a scheduler, and what is predicted for it."""
-
-    order: Order
-    num_lanes: int
-    moves_units: bool
-    time: GraphTime
-    peak_bytes: int
-    memory: StepMemory
-
-
-def _judge(
-    scheduler: "_ListScheduler",
-    *,
-    durations_us: Sequence[float],
-    memory: MemoryRecord,
-    contention: Contention,
-    shares: Sequence[float],
-) -> _Candidate:
-    """Run a scheduler, unless it has run; predict time and memory of its order."""
-    order = scheduler.order or scheduler.run()
-    return _Candidate(
-        order=order,
+        order=tuple(orders[best]),
         num_lanes=scheduler.num_lanes,
         moves_units=scheduler.moves_units,
-        time=predict(scheduler.items, durations_us, order, contention, shares),
-        peak_bytes=predict_peak(scheduler.items, memory.storages, order),
-        memory=predict_memory(scheduler.items, memory, order),
+        time=times[best],
+        time_before=times[0],
+        sm_margins=(contention.sm_margin, contention.grouped_sm_margin) if best else (0, 0),
+        peak_bytes=peaks[best],
+        peak_bytes_before=peaks[0],
+        **predict_memory(items, memory, orders[best])._asdict(),
     )
-
-
-def _make_limit(
-    candidates: Sequence[_Candidate], *, max_bytes: int | None, max_growth: float | None
-) -> Callable[[_Candidate], bool]:
-    """Return a function that returns whether a candidate keeps the limits of ``plan_lanes``."""
-    in_limit = [each for each in candidates if max_bytes is None or each.peak_bytes <= max_bytes]
-    if not in_limit:
-        least = min(each.peak_bytes for each in candidates)
-        raise ValueError(
-            f"max_bytes ({max_bytes}) must be at least {least}, the least predicted peak"
-        )
-    totals = [each.memory.total_bytes for each in in_limit if each.num_lanes > 1]
-    most_bytes = None if max_growth is None else max_growth * min(totals, default=0)
-
-    def fits(each: _Candidate) -> bool:
-        if max_bytes is not None and each.peak_bytes > max_bytes:
-            return False
-        return most_bytes is None or each.num_lanes == 1 or each.memory.total_bytes <= most_bytes
-
-    return fits
 
 
 def schedules(
@@ -172,8 +120,7 @@ def schedules(
 
     The first order runs one microbatch after another. Arguments as for ``plan_lanes``.
     """
-    limits = {"num_microbatches": num_microbatches, "max_lanes": max_lanes}
-    for make in _schedulers(items, durations_us, **limits):
+    for make in _schedulers(items, durations_us, num_microbatches, max_lanes, True):
         scheduler = make()
         yield scheduler.num_lanes, scheduler.moves_units, scheduler.run()
 
@@ -181,27 +128,27 @@ def schedules(
 def _schedulers(
     items: Sequence[Item],
     durations_us: Sequence[float],
-    *,
     num_microbatches: int,
     max_lanes: int,
+    moves_units: bool,
 ) -> Iterator[Callable[..., "_ListScheduler"]]:
     """Yield functions that make the schedulers; the first one runs microbatches in turn."""
     for num_lanes in range(1, min(max_lanes, num_microbatches) + 1):
-        for moves_units in (False, True):
+        for moves in (False, True) if moves_units else (False,):
             for lag in (0, len(items) // num_lanes) if num_lanes > 1 else (0,):
                 yield partial(
                     _ListScheduler,
                     items,
                     durations_us,
                     num_lanes=num_lanes,
-                    moves_units=moves_units,
+                    moves_units=moves,
                     lag=lag,
                     num_microbatches=num_microbatches,
                 )
 
 
-def _improve(make: Callable[..., "_ListScheduler"]) -> "_ListScheduler":
-    """Return a scheduler that has run, improved by hill climbing over its choices.
+def _improve(make: Callable[..., "_ListScheduler"]) -> Order:
+    """Return the order of a scheduler, improved by hill climbing over its choices.
 
     Each trial makes a few choices other than the scheduler would. It is kept if it ends no later.
     """
@@ -219,7 +166,7 @@ def _improve(make: Callable[..., "_ListScheduler"]) -> "_ListScheduler":
         trial.run()
         if trial.clock_us <= best.clock_us:
             best, exceptions = trial, changed
-    return best
+    return best.order
 
 
 @final

@@ -16,7 +16,7 @@ from torch.fx.graph import _BoxedCodeGen  # pyright: ignore[reportPrivateUsage]
 
 from halley.compiler.graph_analysis import is_view
 from halley.compiler.graph_collectives import ALL_TO_ALL, operator_name
-from halley.lanes.capture import Inner
+from halley.lanes.capture import KEEP_RANDOM, Inner
 from halley.lanes.cut import Item
 from halley.ops.own_rows import start_all_to_all
 
@@ -109,6 +109,7 @@ def _compile(code: fx.GraphModule) -> Call:
     input of size ``u0 + u1``, and none of size ``u0``. So each distinct size becomes a new symbol.
     It is unbacked: a backed symbol would bring guards that nobody checks ("at least 2").
     """
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
     from halley.compiler.inductor import decompose  # imports Triton
@@ -145,5 +146,5 @@ def _compile(code: fx.GraphModule) -> Call:
     output = traced.graph.output_node()
     # Inductor must keep the strides of all results: later items are compiled for these strides.
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore
-    with tracing(TracingContext(mode)):
+    with tracing(TracingContext(mode)), config.patch(KEEP_RANDOM):
         return compile_fx_inner(traced, values)  # type: ignore[return-value]

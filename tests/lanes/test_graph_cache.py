@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -91,6 +92,17 @@ def _read_again(rank: int, num_ranks: int, gate: Any, folder: str) -> tuple[int,
 @pytest.mark.parametrize("gate", ["switch", "top2", "dropless"])
 def test_graphs_from_disk_equal_traced_ones(run_ranks: RunRanks, gate: str, tmp_path: Path) -> None:
     assert run_ranks(_read_again, 2, gate, str(tmp_path), timeout_s=120.0) == [(1, True)] * 2
+
+
+def test_gradient_of_cross_entropy_scatters_nothing(tmp_path: Path) -> None:
+    """A ``scatter`` would write a float32 tensor of the size of the logits."""
+    model = nn.Linear(SIZE, 64)
+    batch = torch.randn(4, SIZE), torch.arange(4)
+    with _traces_in(str(tmp_path)):
+        graphs = _graphs_of(lambda x, targets: F.cross_entropy(model(x), targets), *batch)
+    targets = [str(node.target) for node in graphs.backward.graph.nodes]
+    assert any("exp" in each for each in targets)
+    assert not any("scatter" in each for each in targets)
 
 
 def _run_steps(rank: int, num_ranks: int, folder: str) -> tuple[int, bool]:

@@ -141,6 +141,12 @@ def test_fallback_runs_one_after_another_and_names_its_reason(
         assert equal == [True] * 4 or loss == "dropout"
 
 
+def test_compiled_dropout_runs_one_after_another(run_ranks) -> None:
+    for warned, fallback, _ in run_ranks(_run, 2, "dropout", "inductor"):
+        assert "lanes would change the order of random numbers of" in fallback
+        assert warned == f"microbatches run one after another: {fallback}"
+
+
 @pytest.mark.parametrize("loss", ["plain", "alias on one rank", "all-reduce", "constant"])
 def test_other_operators_run_in_lanes(run_ranks, loss: str) -> None:
     for warned, fallback, equal in run_ranks(_run, 2, loss):

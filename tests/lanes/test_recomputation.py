@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.graph_bench.gpt2_moe import Block
 from halley.distributed.mesh import build_groups
 from halley.lanes import compile_step
+from halley.tools.layer_case import relative_error
 from tests.compiler.model_case import fresh_graphs
 from tests.lanes.lane_case import (
     SIZE,
@@ -86,3 +88,35 @@ def test_checkpointed_dropout_has_the_gradients_of_saved_dropout(run_ranks) -> N
     for (saved, checkpointed), fallback in run_ranks(_run_dropout, 2):
         assert is_equal(checkpointed, saved)
         assert "lanes would change the order of random numbers" in fallback
+
+
+class _Attention(nn.Module):
+    """Attention by GEMMs and softmax, which Inductor replaces by one operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.Linear(SIZE, 3 * SIZE)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        parts = self.heads(x_TD.view(2, -1, SIZE)).chunk(3, dim=-1)
+        q, k, v = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in parts)
+        shares = torch.softmax(q @ k.transpose(-2, -1) / 2.0, -1)
+        return x_TD + (shares @ v).transpose(1, 2).flatten(2).view(-1, SIZE)
+
+
+def _run_attention(rank: int, num_ranks: int) -> float:
+    torch.manual_seed(0)
+    layer, model = _Attention(), SmallModel()
+    both = nn.ModuleList([layer, model])
+    loss = lambda x_TD: model(checkpoint(layer, x_TD, use_reentrant=False))  # noqa: E731
+    batch = (torch.randn(16 * num_ranks, SIZE),)
+    with fresh_graphs():
+        got = take_result(compile_step(loss, 2, inner="inductor")(*batch), both)
+    both.forward = loss  # type: ignore[assignment]
+    wanted = run_uncompiled(both, batch, num_microbatches=2)
+    pairs = zip((got[0], *got[1]), (wanted[0], *wanted[1]), strict=True)
+    return max(relative_error(*pair) for pair in pairs)
+
+
+def test_checkpointed_attention_has_the_gradients_of_uncompiled_attention(run_ranks) -> None:
+    assert max(run_ranks(_run_attention, 2)) < 1e-5
