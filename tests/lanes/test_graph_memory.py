@@ -1,0 +1,73 @@
+"""Memory of CUDA graphs: blocks of the simulated pool, and tensors that do not own their memory."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from halley.lanes import executor, segment_graphs
+from halley.lanes.graph_pool import PoolModel
+
+
+MIB = 2**20
+
+
+def test_pool_joins_free_blocks_and_takes_the_smallest_that_fits() -> None:
+    pool = PoolModel(170 * MIB)
+    tensors = [pool.allocate(each * MIB) for each in (10, 20, 30, 40, 50)]  # 20 are free behind
+    for at in (0, 1, 3):
+        pool.free(tensors[at])  # 30, 40 and 20 are free
+    tensors += [pool.allocate(each * MIB) for each in (25, 20, 35)]
+    assert pool.has_all  # 25 of the 30, not of the 40, and the 20 at the end
+    tensors.append(pool.allocate(5 * MIB))
+    tensors.append(pool.allocate(5 * MIB))
+    assert pool.has_all
+    pool.allocate(2 * MIB)
+    assert not pool.has_all  # all 170 are in use
+
+
+def test_pool_does_not_split_a_block_if_little_remains() -> None:
+    pool = PoolModel(10 * MIB)
+    first = pool.allocate(9 * MIB)
+    assert pool.small_bytes == 0
+    pool.free(first)
+    pool.allocate(8 * MIB - 1)
+    pool.allocate(2 * MIB)
+    assert pool.has_all
+    small = pool.allocate(MIB)  # not in the piece
+    assert (pool.has_all, pool.small_bytes) == (True, 2 * MIB)
+    pool.free(small)
+    for _ in range(3):
+        pool.allocate(MIB)
+    assert (pool.has_all, pool.small_bytes) == (True, 4 * MIB)
+    pool.allocate(MIB + 1)
+    assert not pool.has_all
+
+
+def test_shared_memory_is_written_by_its_owner_and_keeps_the_layout() -> None:
+    owner = torch.arange(12.0).view(3, 4)
+    shared = segment_graphs._share_memory(owner[1:].t())
+    assert torch.equal(shared, owner[1:].t())
+    assert (shared.stride(), shared.storage_offset()) == ((1, 4), 4)
+    owner[2, 3] = -1.0
+    assert shared[3, 1] == -1.0
+    assert segment_graphs._share_memory(3) == 3
+
+
+def test_gradients_with_lasting_memory_become_grad_and_outlive_the_next_step() -> None:
+    first, second = (nn.Parameter(torch.zeros(2, 3)) for _ in range(2))
+    memory, transposed = torch.ones(2, 3), torch.ones(3, 2).t()
+    lent: list[Any] = []
+    gradients = executor._Gradients([first, second], lent=lent)
+    gradients.add(torch.full((2, 3), 2.0), position=0, microbatch=1)
+    gradients.add(memory, position=0, microbatch=0, lasts=True)
+    gradients.add(transposed, position=1, microbatch=0, lasts=True)
+    assert first.grad is not None
+    assert first.grad.data_ptr() == memory.data_ptr()
+    assert second.grad is not None
+    assert second.grad.is_contiguous()
+    assert torch.equal(first.grad, torch.full((2, 3), 3.0))
+    executor._copy_lent(lent)  # the next step begins
+    memory.zero_()  # and computes other gradients in this memory
+    assert torch.equal(first.grad, torch.full((2, 3), 3.0))
+    assert lent == []
