@@ -23,9 +23,9 @@ ROUTERS: dict[Gate, RouterConfig] = {
     "dropless": RouterConfig(kind="softmax"),
 }
 TOP_K: dict[Gate, int] = {"switch": 1, "top2": 2, "prioritized": 1, "dropless": 2}
-# With the 0.02 of other weights, all tokens of a random model have nearly equal hidden states and
-# the same expert: of 12288 tokens of GPT2-S-MoE, one of 4 experts gets up to 11000, with 2.0 up to
-# 3700. Losses that balance the experts keep their loads nearly equal in training.
+# Experts of a trained model have nearly equal loads, because its loss balances them. With the 0.02
+# of the other weights, all tokens of a random model have nearly equal hidden states and most choose
+# the same expert: of 12288 tokens of GPT2-S-MoE, one of 4 experts gets up to 11000; with 2.0, 3700.
 EMBEDDING_STD = 2.0
 
 
@@ -152,7 +152,7 @@ class GPT2MoE(nn.Module):
         gate: kind of the routers.
         groups: the ranks that hold the experts.
         strategy: runs the routed experts on these groups.
-        std: standard deviation of the weights but embeddings; the default is that of GPT-2.
+        std: standard deviation of all weights but the embeddings; the default is that of GPT-2.
         embedding_std: standard deviation of the embeddings.
         dtype, device: of the parameters; "meta" leaves them without values.
     """
@@ -218,9 +218,8 @@ class GPT2MoE(nn.Module):
             generator = generators[isinstance(module, GroupedExperts)]
             for parameter in module.parameters(recurse=False):
                 if not isinstance(module, nn.LayerNorm):
-                    is_embedding = isinstance(module, nn.Embedding)
-                    value_std = embedding_std if is_embedding else std
-                    parameter.normal_(0.0, value_std, generator=generator)
+                    own_std = embedding_std if isinstance(module, nn.Embedding) else std
+                    parameter.normal_(0.0, own_std, generator=generator)
 
 
 class TrainingLoss(nn.Module):

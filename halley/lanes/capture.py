@@ -189,7 +189,7 @@ def _simplify(joint: fx.GraphModule) -> None:
         "shape_padding": False,  # decides by measured times, so that the ranks' graphs could differ
         "joint_custom_pre_pass": None,  # not in the key of the graphs on disk
         "joint_custom_post_pass": None,
-        "auto_chunker.enable": False,  # returns another graph
+        "auto_chunker.enable": False,  # may return a new graph, which would be lost
     }
     with config.patch(settings):
         joint_graph_passes(joint)
