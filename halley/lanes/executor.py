@@ -15,6 +15,7 @@ from torch import nn
 from halley.compiler.graph_analysis import is_grouped_gemm
 from halley.core.timeline import Recorder
 from halley.lanes.cut import Item, Lanes
+from halley.lanes.item_clock import ItemClock, item_name
 from halley.lanes.segment_compiler import Call
 from halley.lanes.segment_graphs import SegmentGraphs, can_capture
 from halley.ops.gradient_hook import find_gradient_hook
@@ -28,7 +29,7 @@ Order = Sequence[tuple[int, int]]  # pairs of a microbatch and the index of an i
 class _Action:
     """One item of one microbatch: its function, and which values are read by later items."""
 
-    name: str  # of the span that the item records: microbatch, index and kind, as "0.3.wait"
+    name: str  # of the span that the item records
     stream: str
     microbatch: int
     item: Item
@@ -38,12 +39,6 @@ class _Action:
     is_read: tuple[bool, ...]  # for each output, whether a later item or the caller reads it
     # Of a CUDA graph: outputs whose memory nothing else uses until the item runs in the next step.
     lasting: frozenset[str] = frozenset()
-
-
-def span_item(name: str) -> tuple[int, int]:
-    """Return the microbatch and item index in the name of a span that ``Executor`` recorded."""
-    microbatch, index, _ = name.split(".")
-    return int(microbatch), int(index)
 
 
 @final
@@ -85,7 +80,7 @@ class Executor:
                 call = partial(_leave_sms, num_sms, call)
             actions.append(
                 _Action(
-                    name=f"{microbatch}.{index}.{item.kind}",
+                    name=item_name(microbatch, index, item.kind),
                     stream={"wait": "exposed", "host": "host"}.get(item.kind, "compute"),
                     microbatch=microbatch,
                     item=item,
@@ -108,7 +103,7 @@ class Executor:
         inputs: Sequence[dict[str, Any]],
         parameters: Sequence[Any],
         *,
-        recorder: Recorder,
+        recorder: Recorder | ItemClock,
     ) -> list[torch.Tensor]:
         """Run all microbatches; add gradients to ``.grad`` or call hooks; return the losses.
 
@@ -236,7 +231,10 @@ def check_order(items: Sequence[Item], order: Order) -> None:
 
 
 def _run(
-    action: _Action, values: Sequence[dict[str, Any]], gradients: "_Gradients", recorder: Recorder
+    action: _Action,
+    values: Sequence[dict[str, Any]],
+    gradients: "_Gradients",
+    recorder: Recorder | ItemClock,
 ) -> None:
     item = action.item
     # Pop a value from the dictionary for its last reader, whose code can then free the memory.

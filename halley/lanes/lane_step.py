@@ -29,6 +29,7 @@ from halley.cost.simulate import NO_CONTENTION
 from halley.lanes.capture import TANGENT, Arguments, Capture, Inner, StepGraphs
 from halley.lanes.cut import cut_step
 from halley.lanes.executor import Executor, Order, one_after_another
+from halley.lanes.item_clock import ItemClock
 from halley.lanes.lane_memory import StorageRecorder
 from halley.lanes.lane_schedule import LanePlan, plan_lanes
 from halley.lanes.lane_times import find_memory_shares, measured_durations
@@ -264,7 +265,7 @@ class _Program:
             if node.name.startswith(TANGENT)
             for value in (node.meta["val"],)
         }
-        self._clock, self._off = Recorder(device), Recorder(device, enabled=False)
+        self._clock, self._off = ItemClock(self._keys, device), Recorder(device, enabled=False)
         self._num_steps = 0
         self._measured: list[list[Span]] = []  # spans of each measured step
         self._executor = self._build(
@@ -283,14 +284,18 @@ class _Program:
         num_calls = self._num_steps * self._options.num_microbatches
         is_measured = needs_plan and num_calls >= _NUM_FIRST_CALLS
         rest_bytes = self._find_rest_bytes(calls[0].values) if is_measured else 0
+        if is_measured and not self._measured:
+            launch_us = share_in_groups(self._groups, "launch", lambda: self._clock.launch_us)
+            self._clock.wait_for_host(launch_us)
         losses = self._executor.run(
             inputs,
             calls[0].values,
-            recorder=self._clock if is_measured else self._options.recorder or self._off,
+            recorder=self._clock if needs_plan else self._options.recorder or self._off,
         )
         self._num_steps += 1
+        spans = self._clock.collect() if needs_plan else []
         if is_measured:
-            self._measured.append(self._clock.collect())
+            self._measured.append(spans)
         if len(self._measured) == _NUM_MEASURED_STEPS:
             measured, self._measured = self._measured, []
             self.plan = self._share_plan(measured, rest_bytes)

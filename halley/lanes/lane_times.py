@@ -11,7 +11,8 @@ from halley.core.timeline import Span
 from halley.cost.hardware import Predictor
 from halley.cost.simulate import NO_CONTENTION, Contention, GraphTime, Operation, graph_time
 from halley.lanes.cut import Item
-from halley.lanes.executor import Order, span_item
+from halley.lanes.executor import Order
+from halley.lanes.item_clock import span_item
 
 
 def measured_durations(

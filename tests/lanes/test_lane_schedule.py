@@ -1,6 +1,7 @@
 """Schedules of hand-made items: the order, the switch of lanes, and moved weight gradients."""
 
 import json
+import time
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -14,6 +15,7 @@ from halley.cost.hardware import CPU, Predictor
 from halley.cost.simulate import Contention
 from halley.lanes.cut import Item, Kind, Lanes
 from halley.lanes.executor import check_order, one_after_another
+from halley.lanes.item_clock import ItemClock, item_name, span_item
 from halley.lanes.lane_schedule import LanePlan, plan_lanes, schedules
 from halley.lanes.lane_times import find_memory_shares, measured_durations, predict
 
@@ -244,3 +246,12 @@ def test_durations_are_medians_of_equal_code_and_shortest_transfers() -> None:
 
     steps = [step(3.0, 4.0, 9.0), step(5.0, 6.0, 7.0)]
     assert measured_durations(items, keys, steps) == pytest.approx([4.5, 7.0, 0.0, 4.5])
+
+
+def test_clock_keeps_the_shortest_launch_of_each_hash() -> None:
+    clock = ItemClock(["a", "b", "a"], torch.device("cpu"))
+    for index, seconds in ((0, 0.03), (1, 0.02), (2, 0.01)):
+        with clock.span(item_name(0, index, "segment")):
+            time.sleep(seconds)
+    assert [span_item(span.name) for span in clock.collect()] == [(0, 0), (0, 1), (0, 2)]
+    assert 10_000.0 <= clock.launch_us["a"] < 20_000.0 <= clock.launch_us["b"]
