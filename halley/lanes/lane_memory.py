@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple, final
 
 import torch
@@ -179,10 +180,13 @@ class _PoolStep(NamedTuple):
     freed: Sequence[tuple[int, str]]  # results of this and earlier items that no later item reads
 
 
-def predict_memory(items: Sequence[Item], memory: MemoryRecord, order: Order) -> StepMemory:
+def predict_memory(
+    items: Sequence[Item], memory: MemoryRecord, order: Order, *, most_bytes: float = inf
+) -> StepMemory:
     """Return the memory of a step: that of its CUDA graphs, and with the peak of all other memory.
 
-    CUDA graphs keep their memory for the whole step.
+    CUDA graphs keep their memory for the whole step. If they need more than ``most_bytes``, the
+    result is more than that, but may be less than they need.
     """
     ends = _find_ends(items, order)
     # A gradient of the first microbatch counts to the end: it becomes ``.grad``, or ``.grad`` is a
@@ -199,7 +203,7 @@ def predict_memory(items: Sequence[Item], memory: MemoryRecord, order: Order) ->
         for each, (made, freed) in zip(order, changes, strict=True)
     ]
     graph_bytes = _fill(0, steps).least_bytes
-    while not (pool := _fill(graph_bytes, steps)).has_all:
+    while not (pool := _fill(graph_bytes, steps)).has_all and graph_bytes <= most_bytes:
         graph_bytes += max(graph_bytes // _GROWTH_DIVISOR, PIECE)
     total_bytes = memory.rest_bytes + graph_bytes + pool.small_bytes + peak
     return StepMemory(graph_bytes, total_bytes)

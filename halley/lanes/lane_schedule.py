@@ -23,6 +23,7 @@ from halley.lanes.lane_times import overlapped, predict
 
 
 _T = TypeVar("_T")
+_Make = Callable[..., "_ListScheduler"]
 # Predicted time of one microbatch after another over that of lanes; lanes with less are not used,
 # because predictions of steps err by as much.
 _MIN_GAIN = 1.05
@@ -59,7 +60,7 @@ def plan_lanes(
     max_lanes: int,
     memory: MemoryRecord = _NO_RECORD,
     max_bytes: int | None = None,
-    moves_units: bool = True,
+    saves_memory: bool = False,
     contention: Contention = NO_CONTENTION,
     memory_shares: Sequence[float] | None = None,
 ) -> LanePlan:
@@ -70,7 +71,7 @@ def plan_lanes(
         max_lanes: most microbatches that may be unfinished at a time.
         memory: recorded in an earlier step.
         max_bytes: most bytes of the values between items; None for no limit.
-        moves_units: whether weight-gradient units may run later, which keeps their operands alive.
+        saves_memory: whether units run later only if their operands then need no more memory.
         contention: of computation and transfers.
         memory_shares: result of ``find_memory_shares``; None for no item that memory limits.
 
@@ -79,13 +80,16 @@ def plan_lanes(
     """
     shares = memory_shares or [0.0] * len(items)
     overlapping_us = overlapped(items, durations_us, shares, contention)
-    makers = list(_schedulers(items, overlapping_us, num_microbatches, max_lanes, moves_units))
+    choose = partial(_light_units, items, memory) if saves_memory else None
+    makers = [*_schedulers(items, overlapping_us, num_microbatches, max_lanes, choose)]
     orders: list[Order] = [make().run() for make in makers]
     times = [predict(items, durations_us, order, contention, shares) for order in orders]
     fastest = min(range(len(orders)), key=lambda at: times[at].makespan_us)
-    makers.append(makers[fastest])
-    orders.append(_improve(makers[fastest]))
-    times.append(predict(items, durations_us, orders[-1], contention, shares))
+    improved = _improve(makers[fastest])
+    if not saves_memory or _needs_no_more(items, memory, improved, orders[fastest]):
+        makers.append(makers[fastest])
+        orders.append(improved)
+        times.append(predict(items, durations_us, improved, contention, shares))
     peaks = [predict_peak(items, memory.storages, order) for order in orders]
     allowed = [at for at, peak in enumerate(peaks) if max_bytes is None or peak <= max_bytes]
     if not allowed:
@@ -99,7 +103,7 @@ def plan_lanes(
     return LanePlan(
         order=tuple(orders[best]),
         num_lanes=scheduler.num_lanes,
-        moves_units=scheduler.moves_units,
+        moves_units=bool(scheduler.movable),
         time=times[best],
         time_before=times[0],
         sm_margins=(contention.sm_margin, contention.grouped_sm_margin) if best else (0, 0),
@@ -120,9 +124,9 @@ def schedules(
 
     The first order runs one microbatch after another. Arguments as for ``plan_lanes``.
     """
-    for make in _schedulers(items, durations_us, num_microbatches, max_lanes, True):
+    for make in _schedulers(items, durations_us, num_microbatches, max_lanes):
         scheduler = make()
-        yield scheduler.num_lanes, scheduler.moves_units, scheduler.run()
+        yield scheduler.num_lanes, bool(scheduler.movable), scheduler.run()
 
 
 def _schedulers(
@@ -130,24 +134,53 @@ def _schedulers(
     durations_us: Sequence[float],
     num_microbatches: int,
     max_lanes: int,
-    moves_units: bool,
-) -> Iterator[Callable[..., "_ListScheduler"]]:
-    """Yield functions that make the schedulers; the first one runs microbatches in turn."""
+    choose: Callable[[_Make], frozenset[int]] | None = None,
+) -> Iterator[_Make]:
+    """Yield functions that make the schedulers; the first one runs microbatches in turn.
+
+    ``choose`` returns the units that may run later; without it, all may.
+    """
+    units = frozenset(index for index, item in enumerate(items) if item.kind == "unit")
     for num_lanes in range(1, min(max_lanes, num_microbatches) + 1):
-        for moves in (False, True) if moves_units else (False,):
-            for lag in (0, len(items) // num_lanes) if num_lanes > 1 else (0,):
-                yield partial(
-                    _ListScheduler,
-                    items,
-                    durations_us,
-                    num_lanes=num_lanes,
-                    moves_units=moves,
-                    lag=lag,
-                    num_microbatches=num_microbatches,
-                )
+        for lag in (0, len(items) // num_lanes) if num_lanes > 1 else (0,):
+            make = partial(
+                _ListScheduler,
+                items,
+                durations_us,
+                num_lanes=num_lanes,
+                lag=lag,
+                num_microbatches=num_microbatches,
+            )
+            yield make
+            if movable := units if choose is None else choose(make):
+                yield partial(make, movable=movable)
 
 
-def _improve(make: Callable[..., "_ListScheduler"]) -> Order:
+def _light_units(items: Sequence[Item], memory: MemoryRecord, make: _Make) -> frozenset[int]:
+    """Return the units that may run later so that a scheduler's order needs no more memory.
+
+    These are all units, or all but those with the largest operands.
+    """
+    at_once = make().run()
+    operand_bytes = {
+        index: sum(memory.input_bytes.get((0, index), ()))
+        for index, item in enumerate(items)
+        if item.kind == "unit"
+    }
+    for most in sorted({*operand_bytes.values()}, reverse=True):
+        movable = frozenset(index for index, each in operand_bytes.items() if each <= most)
+        if _needs_no_more(items, memory, make(movable=movable).run(), at_once):
+            return movable
+    return frozenset()
+
+
+def _needs_no_more(items: Sequence[Item], memory: MemoryRecord, order: Order, other: Order) -> bool:
+    """Return whether an order needs at most as much memory as another one."""
+    most_bytes = predict_memory(items, memory, other).total_bytes
+    return predict_memory(items, memory, order, most_bytes=most_bytes).total_bytes <= most_bytes
+
+
+def _improve(make: _Make) -> Order:
     """Return the order of a scheduler, improved by hill climbing over its choices.
 
     Each trial makes a few choices other than the scheduler would. It is kept if it ends no later.
@@ -183,9 +216,9 @@ class _ListScheduler:
     items: Sequence[Item]
     durations_us: Sequence[float]
     num_lanes: int
-    moves_units: bool
     lag: int
     num_microbatches: int
+    movable: frozenset[int] = frozenset()  # indices of the units that may run later
     # For a choice between several lanes or units, by its number: the option to take instead.
     exceptions: Mapping[int, int] = field(default_factory=dict)
     num_choices: int = 0
@@ -267,7 +300,7 @@ class _ListScheduler:
         return default if exception is None else options[exception % len(options)]
 
     def _advance(self, lane: int) -> None:
-        """Issue a lane's items up to its next wait for rows; defer units if ``moves_units``."""
+        """Issue a lane's items up to its next wait for rows; defer ``movable`` units."""
         first = self.position[lane]
         for index in range(first, len(self.items)):
             item = self.items[index]
@@ -276,7 +309,7 @@ class _ListScheduler:
                 return
             if self._is_blocked(lane):
                 return
-            if item.kind == "unit" and self.moves_units:
+            if index in self.movable:
                 self.units.append((lane, index))
             else:
                 self._issue(lane, index)

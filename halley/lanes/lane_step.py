@@ -340,9 +340,7 @@ class _Program:
                     max_lanes=self._options.max_lanes,
                     memory=self._recorded.record(rest_bytes=rest_bytes),
                     max_bytes=self._options.max_bytes,
-                    # Units that run later keep their operands: for GPT2-S-MoE, a fifth more memory
-                    # for 1 % less time (simulated).
-                    moves_units=not self._options.divides_batch,
+                    saves_memory=self._options.divides_batch,
                     contention=contention,
                     memory_shares=find_memory_shares(self.items, durations_us, predictor),
                 )

@@ -240,12 +240,48 @@ def test_units_that_run_later_need_memory() -> None:
         [10.0, 9.0, 20.0, 0.0, 10.0],
         num_microbatches=2,
         max_lanes=2,
-        memory=MemoryRecord(storages=storages),
+        memory=MemoryRecord(storages=storages, input_bytes={(0, 1): [90]}),
     )
-    later, at_once = make_plan(), make_plan(moves_units=False)
+    later, at_once = make_plan(), make_plan(saves_memory=True)
     assert (later.num_lanes, later.moves_units) == (2, True)
     assert (at_once.num_lanes, at_once.moves_units) == (2, False)
     assert later.peak_bytes > 1.5 * at_once.peak_bytes
+
+
+def test_only_units_with_small_operands_run_later_to_save_memory() -> None:
+    items = [
+        Item(kind="segment", outputs=("b:large", "b:rows0")),
+        Item(kind="unit", inputs=("b:large",), needs=(0,)),
+        Item(kind="start", inputs=("b:rows0",), outputs=("b:sent0",), needs=(0,)),
+        Item(kind="wait", inputs=("b:sent0",), outputs=("b:got0",), needs=(2,), has_rows=True),
+        Item(kind="segment", inputs=("b:got0",), outputs=("b:rows1", "b:operand"), needs=(3,)),
+        Item(kind="unit", inputs=("b:operand",), needs=(4,)),
+        Item(kind="start", inputs=("b:rows1",), outputs=("b:sent1",), needs=(4,)),
+        Item(kind="wait", inputs=("b:sent1",), outputs=("b:got1",), needs=(6,), has_rows=True),
+        Item(kind="segment", inputs=("b:got1",), needs=(7,)),
+    ]
+    made = {
+        0: (_new("b:large", 90), _new("b:rows0", 10)),
+        2: (_new("b:sent0", 10),),
+        4: (_new("b:rows1", 10), _new("b:operand", 20)),
+        6: (_new("b:sent1", 10),),
+    }
+    plan = plan_lanes(
+        items,
+        [10.0, 9.0, 5.0, 0.0, 10.0, 9.0, 30.0, 0.0, 10.0],
+        num_microbatches=2,
+        max_lanes=2,
+        memory=MemoryRecord(
+            storages={(lane, at): made.get(at, ()) for lane in (0, 1) for at in range(len(items))},
+            input_bytes={(lane, at): [size] for lane in (0, 1) for at, size in ((1, 90), (5, 20))},
+        ),
+        saves_memory=True,
+    )
+    place = {each: at for at, each in enumerate(plan.order)}
+    # The first unit runs behind its segment. The second one may run during an exchange.
+    assert all(place[lane, 1] == place[lane, 0] + 1 for lane in (0, 1))
+    assert any(place[lane, 5] > place[lane, 6] for lane in (0, 1))
+    assert (plan.num_lanes, plan.moves_units) == (2, True)
 
 
 def _live_bytes(values: Sequence[dict[str, Any]], early: dict[int, Any], inputs: set[int]) -> int:
