@@ -48,7 +48,7 @@ class Item:
     needs: tuple[int, ...] = ()  # indices of the items that produce the inputs
     gradients: tuple[tuple[str, int], ...] = ()
     is_static: bool = False  # whether all sizes of a "segment" or "unit" are known before it runs
-    has_rows: bool = False  # whether a "wait" returns floating-point rows and not counts
+    has_rows: bool = False  # whether a "wait" returns rows and not counts, which are int64
     lanes: Lanes = "own"  # whose values a "sum" adds: those of "earlier" lanes, or of "all"
 
     def read_lanes(self, lane: int, num_lanes: int) -> range:
@@ -279,7 +279,7 @@ def _finish(
         is_static=draft.kind in ("segment", "unit") and all(map(_is_static, body)),
         has_rows=draft.kind == "wait"
         and isinstance(value, torch.Tensor)
-        and value.is_floating_point(),
+        and value.dtype != torch.int64,
         lanes=_summed_lanes(draft.nodes[0]),
     )
 

@@ -26,6 +26,7 @@ from halley.core.types import (
 from halley.cost.hardware import Predictor
 from halley.distributed.peers import Collective, rank_and_size
 from halley.ops.expert_rows import apply_experts, expert_gemm, find_alignment_problem
+from halley.ops.packed_rows import exchange_packed
 from halley.ops.traceable_routing import (
     MoveRows,
     capacity_rows,
@@ -189,9 +190,9 @@ class TraceableStrategy(AbstractStrategy):
         splits = [limit] * ep_size
         x_SD = MoveRows.apply(x_TD.repeat_interleave(ep_size, dim=0), *places)
         words_SX = MoveRows.apply(torch.cat(words, 2).flatten(0, 1), *places)
-        x_RD = self._exchange("dispatch", x_SD, splits, splits)
-        words_RX = self._exchange("dispatch of routing", words_SX, splits, splits)
-        weights_RK, ids_RK = words_RX.split(top_k, dim=1)
+        x_RD, words_RX = self._exchange_packed(x_SD, words_SX, splits)
+        # Contiguous, because Inductor does not keep the strides of parts of a larger tensor.
+        weights_RK, ids_RK = (each.contiguous() for each in words_RX.split(top_k, dim=1))
 
         slots_N, counts_L = sort_slots(ids_RK.long() - 1, num_local)
         ends_L = counts_L.cumsum(0)
@@ -228,6 +229,16 @@ class TraceableStrategy(AbstractStrategy):
         is_traced = torch.compiler.is_compiling()
         with nullcontext() if is_traced else Collective(name, group=self.group):
             return fc.wait_tensor(exchange(rows_NX, recv_splits, send_splits, self.group))
+
+    def _exchange_packed(
+        self, rows_SD: torch.Tensor, words_SX: torch.Tensor, splits: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exchange rows and their words in one all-to-all of equal splits."""
+        if self.group is None:
+            return rows_SD, words_SX
+        is_traced = torch.compiler.is_compiling()
+        with nullcontext() if is_traced else Collective("dispatch", group=self.group):
+            return exchange_packed(rows_SD, words_SX, splits, self.group.group_name)
 
 
 def _group_by_rank(
