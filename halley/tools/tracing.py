@@ -3,7 +3,8 @@
 import tempfile
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from halley.compiler import OrderReport
 
 _STEP = "halley_step"
+_GPU_MARK = "spin_kernel"  # name of the kernel of ``torch.cuda._sleep``
 _PART_PREFIX = "halley::"
 _WAIT_OP = "_c10d_functional::wait_tensor"
 
@@ -52,38 +54,43 @@ def trace_step(
         group: as for ``start_together``.
     """
     device = torch.device(device)
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
+    on_gpu = device.type == "cuda"
     for _ in range(warmup - 1):
         step()
+    # On a GPU, operators are not recorded: that takes time on the host, which would delay kernels.
+    activities = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
     # Without acc_events, torch 2.11 warns about profiler cycles, although there is one cycle only.
     with profile(activities=activities, acc_events=True) as profiler:
         if warmup:
             step()
         start_together(device, group=group)
-        with record_function(_STEP):
+        with _gpu_marks(device) if on_gpu else record_function(_STEP):
             step()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
         # Profile until all ranks are done: a collective's event may end after its wait.
         start_together(device, group=group)
     events = list(profiler.events() or [])
-    (whole,) = (event for event in events if event.name == _STEP and not _is_on_device(event))
-    start_us, end_us = whole.time_range.start, whole.time_range.end
-    inside = [event for event in events if start_us <= event.time_range.start < end_us]
-    to_spans = _cuda_spans if device.type == "cuda" else _cpu_spans
-    return sorted(to_spans(inside, whole, rank=rank), key=lambda span: span.start_us)
+    spans = (_cuda_spans if on_gpu else _cpu_spans)(events, rank=rank)
+    return sorted(spans, key=lambda span: span.start_us)
+
+
+@contextmanager
+def _gpu_marks(device: torch.device) -> Generator[None]:
+    """Launch a kernel before and after the work of the ``with`` block, and wait for it."""
+    torch.cuda._sleep(1)
+    yield
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(1)
 
 
 def _is_on_device(event: FunctionEvent) -> bool:
     return event.device_type.name != "CPU"
 
 
-def _cuda_spans(events: list[FunctionEvent], step: FunctionEvent, *, rank: int) -> list[Span]:
+def _cuda_spans(events: list[FunctionEvent], *, rank: int) -> list[Span]:
+    first, last = (each.time_range for each in events if _GPU_MARK in each.name)
     spans: list[Span] = []
     for event in events:
-        if not _is_on_device(event) or event.is_user_annotation:
+        if not _is_on_device(event) or not first.end <= event.time_range.start < last.start:
             continue
         if "nccl" in event.name.lower() or event.name.startswith("Memcpy PtoP"):
             stream = "comm"
@@ -91,26 +98,29 @@ def _cuda_spans(events: list[FunctionEvent], step: FunctionEvent, *, rank: int) 
             stream = "copy"
         else:
             stream = f"compute {event.device_resource_id}"
-        spans.append(_to_span(event, stream, step=step, rank=rank))
+        spans.append(_to_span(event, stream, zero_us=first.end, rank=rank))
     return spans
 
 
-def _cpu_spans(events: list[FunctionEvent], step: FunctionEvent, *, rank: int) -> list[Span]:
+def _cpu_spans(events: list[FunctionEvent], *, rank: int) -> list[Span]:
+    (step,) = (event for event in events if event.name == _STEP)
+    start_us, end_us = step.time_range.start, step.time_range.end
+    events = [event for event in events if start_us <= event.time_range.start < end_us]
     comm: list[Span] = []
     # Spans of two threads do not nest, so ``innermost`` is called for each thread alone.
     parts_by_thread: dict[int, list[Span]] = {step.thread: []}
     waits = [event for event in events if _is_wait(event)]
     for event in events:
         if event.name.startswith("gloo:"):
-            comm.append(_to_span(event, "comm", step=step, rank=rank))
+            comm.append(_to_span(event, "comm", zero_us=start_us, rank=rank))
         elif event.name == _WAIT_OP and any(_is_inside(event, wait) for wait in waits):
             continue  # torch's dispatcher calls ``wait_tensor`` a second time inside its first call
         elif event.name == _WAIT_OP or event.name.startswith(_PART_PREFIX):
             stream = "exposed" if _is_wait(event) else "compute"
-            part = _to_span(event, stream, step=step, rank=rank)
+            part = _to_span(event, stream, zero_us=start_us, rank=rank)
             parts_by_thread.setdefault(event.thread, []).append(part)
     pieces = {thread: innermost(parts) for thread, parts in parts_by_thread.items()}
-    whole = (0.0, step.time_range.end - step.time_range.start)
+    whole = (0.0, end_us - start_us)
     rest = [
         Span(name="other", rank=rank, stream="other", start_us=start, duration_us=end - start)
         for start, end in subtract([whole], union(pieces[step.thread]))
@@ -129,9 +139,9 @@ def _is_inside(event: FunctionEvent, outer: FunctionEvent) -> bool:
     return event.thread == outer.thread and of_outer.start < start_us < of_outer.end
 
 
-def _to_span(event: FunctionEvent, stream: str, *, step: FunctionEvent, rank: int) -> Span:
+def _to_span(event: FunctionEvent, stream: str, *, zero_us: float, rank: int) -> Span:
     name, times = event.name.removeprefix(_PART_PREFIX), event.time_range
-    start_us, duration_us = times.start - step.time_range.start, times.end - times.start
+    start_us, duration_us = times.start - zero_us, times.end - times.start
     return Span(name=name, rank=rank, stream=stream, start_us=start_us, duration_us=duration_us)
 
 
