@@ -9,7 +9,7 @@ The example has one MoE layer:
                loss     weight gradients, which may run later
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -96,7 +96,7 @@ def _cut(graph: fx.Graph) -> tuple[list[_Draft], set[fx.Node]]:
     drafts = [_Draft("segment")]  # for shared nodes that are results of the graph
     draft_of: dict[fx.Node, _Draft] = {}
     shared: set[fx.Node] = set()
-    for node in _with_late_waits(_with_late_sums_last(graph)):
+    for node in _with_late_sums_last(graph):
         if node.op == "get_attr":
             shared.add(node)
         if node.op != "call_function":
@@ -151,23 +151,6 @@ def _with_late_sums_last(graph: fx.Graph) -> list[fx.Node]:
         if any(source in sums or source in readers for source in node.all_input_nodes):
             readers.add(node)
     return sorted(graph.nodes, key=lambda node: 2 if node in readers else node in sums)
-
-
-def _with_late_waits(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """Yield all nodes, each wait just before its first reader.
-
-    Tracing puts a wait behind its start. A second collective of a layer would start only after it.
-    """
-    waits = dict[fx.Node, None]()
-    for node in nodes:
-        if is_wait(node):
-            waits[node] = None
-            continue
-        for wait in [each for each in node.all_input_nodes if each in waits]:
-            del waits[wait]
-            yield wait
-        yield node
-    yield from waits
 
 
 def _is_host(node: fx.Node, sources: list[_Draft]) -> bool:

@@ -52,19 +52,6 @@ def test_graph_is_cut_at_starts_and_waits() -> None:
     ]
 
 
-def test_collectives_that_need_the_same_rows_start_before_the_first_wait() -> None:
-    forward, backward = GraphBuilder(), GraphBuilder()
-    x = forward.input("x", 4, 4)
-    rows = [forward.all_to_all(forward.mm(x, x, name=f"mm{at}"), f"a{at}")[1] for at in (0, 1)]
-    forward.done(forward.mm(*rows, name="out"))
-    backward.done(backward.input("tangents_1"))
-    modules = [fx.GraphModule(torch.nn.Module(), each.graph) for each in (forward, backward)]
-    items = cut_step(StepGraphs(forward=modules[0], backward=modules[1]))
-    kinds = [item.kind for item in items]
-    # Tracing puts each wait behind its start.
-    assert kinds == ["segment", "start", "segment", "start", "wait", "wait", "segment"]
-
-
 def test_items_need_the_items_that_produce_their_inputs() -> None:
     items = _layers(1)
     producers = {name: at for at, item in enumerate(items) for name in item.outputs}
