@@ -1,4 +1,4 @@
-"""Rows and words that share an all-to-all arrive, and return gradients, bit for bit."""
+"""Rows and routing that share an all-to-all arrive, and return gradients, bit for bit."""
 
 from typing import Any
 
@@ -16,28 +16,31 @@ def _separate(values: torch.Tensor, splits: list[int]) -> torch.Tensor:
     return received
 
 
-def _compare(rank: int, num_ranks: int, dtype: torch.dtype, num_columns: int) -> list[bool]:
+def _compare(
+    rank: int, num_ranks: int, dtype: torch.dtype, num_columns: int, num_rows: int
+) -> list[bool]:
     group: Any = dist.group.WORLD
-    splits = [3] * num_ranks
+    splits = [num_rows] * num_ranks
     generator = torch.Generator().manual_seed(rank)
-    num_rows = sum(splits)
-    # Any bits: as numbers of 16 bits, some halves of these words are NaN, which a copy may change.
-    bits = torch.randint(-(2**31), 2**31, (num_rows, 4), generator=generator).int()
-    words = bits.view(torch.float32).nan_to_num().requires_grad_()
-    rows = torch.randn(num_rows, num_columns, generator=generator).to(dtype).requires_grad_()
-    found = exchange_packed(rows, words, splits, group.group_name)
-    wanted = [_separate(each.detach(), splits) for each in (rows, words)]
+    # Any bits: halves of some of these numbers are NaN in 16 bits, which a copy may change.
+    bits = torch.randint(-(2**31), 2**31, (sum(splits), 4), generator=generator).int()
+    routing = bits.view(torch.float32).nan_to_num().requires_grad_()
+    rows = torch.randn(sum(splits), num_columns, generator=generator).to(dtype).requires_grad_()
+    found = exchange_packed(rows, routing, splits, group.group_name)
+    wanted = [_separate(each.detach(), splits) for each in (rows, routing)]
     grads = [torch.randn(each.shape, generator=generator).to(each.dtype) for each in wanted]
     torch.autograd.backward(found, grads)
-    found = [*found, rows.grad, words.grad]
+    found = [*found, rows.grad, routing.grad]
     wanted += [_separate(each, splits) for each in grads]
     return [torch.equal(a, b) for a, b in zip(found, wanted, strict=True)]
 
 
-# An odd number of columns of two bytes does not fill the last word of a row.
+# An odd number of columns of two bytes does not fill the last int32 of a row.
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("num_columns", [8, 5, 1])
-def test_rows_and_words_arrive_bit_for_bit(
+def test_rows_and_routing_arrive_bit_for_bit(
     run_ranks: RunRanks, dtype: torch.dtype, num_columns: int
 ) -> None:
-    assert run_ranks(_compare, 3, dtype, num_columns) == [[True] * 4] * 3
+    for num_ranks, num_rows in ((3, 3), (1, 1), (2, 0)):
+        results = run_ranks(_compare, num_ranks, dtype, num_columns, num_rows)
+        assert results == [[True] * 4] * num_ranks
