@@ -27,6 +27,8 @@ _Make = Callable[..., "_ListScheduler"]
 # Predicted time of one microbatch after another over that of lanes; lanes with less are not used,
 # because predictions of steps err by as much.
 _MIN_GAIN = 1.05
+# Predicted memory that counts as equal: the predicted pool grows in steps of 1/256.
+_MEMORY_MARGIN = 1.005
 _NUM_TRIALS = 300  # of hill climbing
 _MAX_OPTIONS = 8  # of a choice, that trials distinguish
 _NO_RECORD = MemoryRecord()
@@ -86,7 +88,7 @@ def plan_lanes(
     times = [predict(items, durations_us, order, contention, shares) for order in orders]
     fastest = min(range(len(orders)), key=lambda at: times[at].makespan_us)
     improved = _improve(makers[fastest])
-    if not saves_memory or _needs_no_more(items, memory, improved, orders[fastest]):
+    if not saves_memory or _fits(improved, items, memory, _limit(orders[fastest], items, memory)):
         makers.append(makers[fastest])
         orders.append(improved)
         times.append(predict(items, durations_us, improved, contention, shares))
@@ -161,7 +163,7 @@ def _light_units(items: Sequence[Item], memory: MemoryRecord, make: _Make) -> fr
 
     These are all units, or all but those with the largest operands.
     """
-    at_once = make().run()
+    most_bytes = _limit(make().run(), items, memory)
     operand_bytes = {
         index: sum(memory.input_bytes.get((0, index), ()))
         for index, item in enumerate(items)
@@ -169,14 +171,17 @@ def _light_units(items: Sequence[Item], memory: MemoryRecord, make: _Make) -> fr
     }
     for most in sorted({*operand_bytes.values()}, reverse=True):
         movable = frozenset(index for index, each in operand_bytes.items() if each <= most)
-        if _needs_no_more(items, memory, make(movable=movable).run(), at_once):
+        if _fits(make(movable=movable).run(), items, memory, most_bytes):
             return movable
     return frozenset()
 
 
-def _needs_no_more(items: Sequence[Item], memory: MemoryRecord, order: Order, other: Order) -> bool:
-    """Return whether an order needs at most as much memory as another one."""
-    most_bytes = predict_memory(items, memory, other).total_bytes
+def _limit(order: Order, items: Sequence[Item], memory: MemoryRecord) -> float:
+    """Return the most bytes of orders that need about as much memory as this one."""
+    return _MEMORY_MARGIN * predict_memory(items, memory, order).total_bytes
+
+
+def _fits(order: Order, items: Sequence[Item], memory: MemoryRecord, most_bytes: float) -> bool:
     return predict_memory(items, memory, order, most_bytes=most_bytes).total_bytes <= most_bytes
 
 

@@ -89,10 +89,11 @@ def compile_step(
             ranks, if every order needs more. None is no limit.
         divides_batch: compute the loss and the gradients of the whole batch: its routers drop the
             tokens that they drop of the undivided batch. The loss must be a mean over sequences.
-            To save memory, each weight-gradient GEMM then runs as soon as its operands are there.
+            A weight-gradient GEMM then runs later only if this needs no more memory, by simulation.
         inner: compiler of the segments: "inductor", or "eager" for operators one by one. With
             "inductor", traced graphs are kept in the directory of Inductor's cache.
-        recorder: records a span for each item; waits are in the stream "exposed".
+        recorder: records a span for each item, once there is a plan; waits are in the stream
+            "exposed".
         timeout_s: time that a rank waits for the others, in seconds.
 
     Example::
