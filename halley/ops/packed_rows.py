@@ -55,4 +55,7 @@ def _exchange(
     received = _COLLECTIVES.wait_tensor(started).tensor_split([parts[0].shape[1]], dim=1)
     # Copies, because rows that begin behind their routing are not aligned for vectorized loads.
     routing_SX, rows_SD = (each.clone(memory_format=torch.contiguous_format) for each in received)
-    return rows_SD.view(dtype)[:, :num_columns].contiguous(), routing_SX.view(torch.float32)
+    rows_SD = rows_SD.view(dtype)
+    # With torch 2.11, a slice of all columns would have no gradient in a compiled graph.
+    rows_SD = rows_SD[:, :num_columns].contiguous() if padding else rows_SD
+    return rows_SD, routing_SX.view(torch.float32)

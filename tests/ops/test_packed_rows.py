@@ -1,5 +1,6 @@
 """Rows and routing that share an all-to-all arrive, and return gradients, bit for bit."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -44,3 +45,33 @@ def test_rows_and_routing_arrive_bit_for_bit(
     for num_ranks, num_rows in ((3, 3), (1, 1), (2, 0)):
         results = run_ranks(_compare, num_ranks, dtype, num_columns, num_rows)
         assert results == [[True] * 4] * num_ranks
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_columns", [8, 5])
+def test_compiled_exchange_has_the_gradients_of_an_eager_one(
+    run_ranks: RunRanks, dtype: torch.dtype, num_columns: int
+) -> None:
+    assert run_ranks(_compare_compiled, 2, dtype, num_columns) == [[True] * 4] * 2
+
+
+def _compare_compiled(
+    rank: int, num_ranks: int, dtype: torch.dtype, num_columns: int
+) -> list[bool]:
+    group: Any = dist.group.WORLD
+    splits = [3] * num_ranks
+
+    def run(rows: torch.Tensor, routing: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, routing = exchange_packed(rows * 2, routing * 3, splits, group.group_name)
+        return rows.square(), routing.square()
+
+    results: list[list[torch.Tensor]] = []
+    for each in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        generator = torch.Generator().manual_seed(rank)
+        rows = torch.randn(sum(splits), num_columns, generator=generator).to(dtype).requires_grad_()
+        routing = torch.randn(sum(splits), 4, generator=generator).requires_grad_()
+        with warnings.catch_warnings(action="ignore"):  # Dynamo instantiates autograd functions
+            found = each(rows, routing)
+        grads = torch.autograd.grad(found, [rows, routing], [torch.ones_like(x) for x in found])
+        results.append([*found, *grads])
+    return [torch.equal(a, b) and bool(a.any()) for a, b in zip(*results, strict=True)]
