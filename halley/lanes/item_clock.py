@@ -11,7 +11,7 @@ import torch
 from halley.core.timeline import Recorder, Span
 
 
-# Cycles that a GPU waits for each microsecond. Below 2 GHz, it waits longer.
+# Clock cycles of a GPU in a microsecond at 2 GHz. A GPU with a lower clock rate waits longer.
 _CYCLES_PER_US = 2000
 _MARGIN = 1.5  # the waits of all ranks in multiples of rank 0's times, for ranks with a slower host
 _MAX_WAIT_US = 50_000.0  # a first call compiles, which may take seconds

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 
-# Dtype of messages. A copy of bfloat16 may change a NaN, and half of a float32 may be one.
+# Dtype of messages. Copied as two bfloat16 values, a float32 could change: the bits of one of them
+# may be those of a NaN, and a kernel may replace one NaN by another.
 _DTYPE = torch.int32
 _COLLECTIVES = torch.ops._c10d_functional
 

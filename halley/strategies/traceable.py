@@ -6,8 +6,8 @@ The strategies are separate, because in eager mode traceable operators cost time
 """
 
 import math
-from contextlib import nullcontext
-from typing import final
+from collections.abc import Callable
+from typing import TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,9 @@ from halley.ops.traceable_routing import (
 )
 from halley.strategies.all_to_all import all_to_all_tasks
 from halley.strategies.base import AbstractStrategy, Lockstep, check_inputs, under_autocast
+
+
+_T = TypeVar("_T")
 
 
 @final
@@ -186,13 +189,13 @@ class TraceableStrategy(AbstractStrategy):
         fits = ((rank_TW != DROPPED).sum(0) <= limit).all()
         places = capacity_rows(rank_TW.where(fits, DROPPED), num_experts=ep_size, capacity=limit)
         # Ids begin at 1, because an unused row has zeros.
-        words = [weights_TK.float()[:, None].expand(local_TWK.shape), local_TWK.float() + 1.0]
+        parts = [weights_TK.float()[:, None].expand(local_TWK.shape), local_TWK.float() + 1.0]
         splits = [limit] * ep_size
         x_SD = MoveRows.apply(x_TD.repeat_interleave(ep_size, dim=0), *places)
-        words_SX = MoveRows.apply(torch.cat(words, 2).flatten(0, 1), *places)
-        x_RD, words_RX = self._exchange_packed(x_SD, words_SX, splits)
+        routing_SX = MoveRows.apply(torch.cat(parts, 2).flatten(0, 1), *places)
+        x_RD, routing_RX = self._exchange_packed(x_SD, routing_SX, splits)
         # Contiguous, because Inductor does not keep the strides of parts of a larger tensor.
-        weights_RK, ids_RK = (each.contiguous() for each in words_RX.split(top_k, dim=1))
+        weights_RK, ids_RK = (each.contiguous() for each in routing_RX.split(top_k, dim=1))
 
         slots_N, counts_L = sort_slots(ids_RK.long() - 1, num_local)
         ends_L = counts_L.cumsum(0)
@@ -226,19 +229,28 @@ class TraceableStrategy(AbstractStrategy):
         if self.group is None:
             return rows_NX
         exchange = fc.all_to_all_single if send_splits is None else fc.all_to_all_single_autograd
-        is_traced = torch.compiler.is_compiling()
-        with nullcontext() if is_traced else Collective(name, group=self.group):
-            return fc.wait_tensor(exchange(rows_NX, recv_splits, send_splits, self.group))
+        group = self.group
+        return self._run_collective(
+            name, lambda: fc.wait_tensor(exchange(rows_NX, recv_splits, send_splits, group))
+        )
 
     def _exchange_packed(
-        self, rows_SD: torch.Tensor, words_SX: torch.Tensor, splits: list[int]
+        self, rows_SD: torch.Tensor, routing_SX: torch.Tensor, splits: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exchange rows and their words in one all-to-all of equal splits."""
+        """Exchange rows and their routing in one all-to-all of equal splits."""
         if self.group is None:
-            return rows_SD, words_SX
-        is_traced = torch.compiler.is_compiling()
-        with nullcontext() if is_traced else Collective("dispatch", group=self.group):
-            return exchange_packed(rows_SD, words_SX, splits, self.group.group_name)
+            return rows_SD, routing_SX
+        group_name = self.group.group_name
+        return self._run_collective(
+            "dispatch", lambda: exchange_packed(rows_SD, routing_SX, splits, group_name)
+        )
+
+    def _run_collective(self, name: str, run: Callable[[], _T]) -> _T:
+        """Return the result of ``run``; in eager mode, an error names the collective and ranks."""
+        if torch.compiler.is_compiling():
+            return run()
+        with Collective(name, group=self.group):
+            return run()
 
 
 def _group_by_rank(

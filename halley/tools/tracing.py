@@ -93,7 +93,8 @@ def _cuda_spans(events: list[FunctionEvent], *, rank: int) -> list[Span]:
     marks = [each.time_range for each in events if _GPU_MARK in each.name]
     if len(marks) != 2:
         raise RuntimeError(
-            f"a traced step must not call torch.cuda._sleep ({len(marks) - 2} times)"
+            f"the trace must have 2 kernels of torch.cuda._sleep, which mark the step, and has "
+            f"{len(marks)}: the step must not call it"
         )
     first, last = marks
     spans: list[Span] = []
