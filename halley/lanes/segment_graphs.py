@@ -74,7 +74,13 @@ class SegmentGraphs:
 
         Returns:
             The function, and for each result whether nothing but its replay writes to its memory.
+
+        Raises:
+            RuntimeError: the capture fails, or a value is not on a GPU: a replay would not read it.
         """
+        for value in values:
+            if isinstance(value, torch.Tensor) and not value.is_cuda:
+                raise RuntimeError(f"an input of shape {tuple(value.shape)} is on {value.device}")
         inputs, owned = list[Any](), list[Sequence[Any]]()
 
         def run() -> None:
@@ -113,11 +119,12 @@ def _address(value: Any) -> int:
 
 
 def _share_memory(value: Any) -> Any:
-    """Return a tensor with the memory of another one, which it does not own; or a number as it is.
+    """Return a tensor with the memory of another one, which it does not own.
 
     The memory must be that of a CUDA graph's pool, which stays mapped as long as the graph exists.
+    So a number and a tensor of the host are returned as they are.
     """
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or not value.is_cuda:
         return value
     storage = value.untyped_storage()
     memory = torch._C._construct_storage_from_data_pointer(
