@@ -318,7 +318,10 @@ def _backward_op(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
 
 def _fake_backward(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
     _, _, pre, up, down, topk_idx, _, _, _, save = args[:10]
-    num_rows, hidden_size = pre.shape[0], dy.shape[1]
+    hidden_size = dy.shape[1]
+    # With other values of ``save``, ``pre`` is empty. Inductor of torch 2.15 takes no dynamic size
+    # from an empty input.
+    num_rows = pre.shape[0] if save == "all" else torch.library.get_ctx().new_dynamic_size()
     return (
         dy.new_empty(topk_idx.shape[0], hidden_size),
         dy.new_empty(topk_idx.shape, dtype=torch.float32),

@@ -38,10 +38,14 @@ def round_to_bfloat16(values: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
 
 
 def install() -> None:
-    """Repair bfloat16 casts, constants, binary operations, dots and sums of the interpreter."""
+    """Repair bfloat16 casts, constants, operations, dots and sums of the interpreter."""
+    unary_op_of_triton = InterpreterBuilder.unary_op
     binary_op_of_triton = InterpreterBuilder.binary_op
     dot_of_triton = InterpreterBuilder.create_dot
     sum_of_triton = ReduceOps.sum
+
+    def unary_op(self: InterpreterBuilder, x: TensorHandle, op: Callable[..., Any]) -> TensorHandle:
+        return _rounded(op(widen(x.data))) if _is_bfloat16(x) else unary_op_of_triton(self, x, op)
 
     def binary_op(
         self: InterpreterBuilder, lhs: TensorHandle, rhs: TensorHandle, op: Callable[..., Any]
@@ -65,6 +69,7 @@ def install() -> None:
     methods: list[tuple[type, str, Callable[..., object]]] = [
         (InterpreterBuilder, "cast_impl", _cast),
         (InterpreterBuilder, "get_bf16", lambda self, x: _rounded(np.array([x], np.float32))),
+        (InterpreterBuilder, "unary_op", unary_op),
         (InterpreterBuilder, "binary_op", binary_op),
         (InterpreterBuilder, "create_dot", dot),
         (ReduceOps, "sum", sum_),

@@ -46,6 +46,7 @@ class ShardedParameters:
         roots = [module._get_fsdp_state() for module in _find_roots(self._modules)]
         for root in roots:
             root._lazy_init()
+            root._state_ctx.manual_backward_finalization_active = False  # since torch 2.15
         states = list(dict.fromkeys(module._get_fsdp_state() for module in self._modules))
         groups = [group for state in states for group in _groups_of(state)]
         for module in self._modules:
@@ -73,12 +74,15 @@ class ShardedParameters:
     def _add(self, group: Any, sharded: Any, gradient: torch.Tensor) -> None:
         """Add a microbatch's gradient in the dtype in which FSDP2 adds and reduces gradients."""
         parameter = sharded.unsharded_param
+        # Since torch 2.15, ``.grad`` itself has this dtype.
+        dtype = getattr(sharded, "unsharded_grad_dtype", None) or parameter.dtype
         if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+            parameter.grad = torch.empty_like(parameter, dtype=dtype).copy_(gradient)
         else:
             parameter.grad += gradient
-        sharded.accumulate_unsharded_grad_if_needed()
-        sharded.to_accumulated_grad_if_needed()
+        if hasattr(sharded, "accumulate_unsharded_grad_if_needed"):
+            sharded.accumulate_unsharded_grad_if_needed()
+            sharded.to_accumulated_grad_if_needed()
         self._num_missing[group] -= 1
         while self._pending and not self._num_missing[self._pending[-1]]:
             _reduce(self._pending.pop())

@@ -82,7 +82,7 @@ def _read_again(rank: int, num_ranks: int, gate: Any, folder: str) -> tuple[int,
     groups = build_groups(num_ranks, device_type="cpu")
     model = build_gpt2(gate, groups, num_layers=2)
     batch = make_batch(rank, batch_size=2)
-    with _traces_in(folder) as traces:
+    with _traces_in(f"{folder}/{rank}") as traces:
         first, second = _graphs_of(model, *batch), _graphs_of(model, *batch)
     destroy(groups)
     assert first is not second
@@ -111,7 +111,7 @@ def _run_steps(rank: int, num_ranks: int, folder: str) -> tuple[int, bool]:
     model = SmallModel()
     batch = torch.randn(8, SIZE, generator=torch.Generator().manual_seed(rank))
     results = []
-    with _traces_in(folder) as traces:
+    with _traces_in(f"{folder}/{rank}") as traces:
         for _ in range(2):
             with fresh_graphs():
                 step = compile_step(model, 2, inner="inductor")

@@ -1,5 +1,6 @@
 """Compile kernels before their launches. The compiler is replaced, because it needs a GPU."""
 
+import inspect
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,9 @@ class Kernel:
     def warmup(self, *args: Any, grid: Any, **options: Any) -> Any:
         mode = _async_compile.active_mode.get()
         assert mode is not None
-        return mode.submit(args, lambda: self.compiled.append((args, options)), lambda _: None)
+        others = list(inspect.signature(mode.submit).parameters)[2:]  # one before Triton 3.9
+        compile_fn = lambda: self.compiled.append((args, options))  # noqa: E731
+        return mode.submit(args, compile_fn, *[lambda _: None for _ in others])
 
     def __getitem__(self, grid: Any) -> Any:
         def run(*args: Any, **options: Any) -> Any:
