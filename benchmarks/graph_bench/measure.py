@@ -26,7 +26,7 @@ from benchmarks.graph_bench.case import (
     graph_case_name,
 )
 from benchmarks.graph_bench.variants import Variant, Workshop, unused_pool_bytes
-from halley.core.timeline import union_us
+from halley.core.timeline import Recorder, union_us
 from halley.cost.simulate import GraphTime
 from halley.distributed.mesh import ParallelGroups
 from halley.tools.candidates import measure_link
@@ -35,6 +35,7 @@ from halley.tools.timer import (
     Row,
     Timing,
     machine_keys,
+    start_together,
     time_interleaved,
     time_keys,
     to_float,
@@ -197,7 +198,7 @@ def _workload(case: GraphCase, groups: ParallelGroups, key: Key) -> Row:
     """Return a result line without its figures."""
     variant, setting = key
     is_plain = variant in (SEQUENTIAL, CHUNKED)
-    figures = "median_us p10_us p90_us floor_us exposed_comm_us comm_us predicted_us"
+    figures = "median_us p10_us p90_us floor_us exposed_comm_us comm_us waited_us predicted_us"
     figures += " predicted_exposed_us predicted_over_measured compile_s optimise_s plan_s peak_mib"
     figures += " max_rel_err bit_equal num_differing differing filled_windows"
     figures += " num_lanes moves_units planned_peak_bytes planned_total_bytes"
@@ -284,6 +285,9 @@ def _traced(
         spans = trace_step(each.run, rank=groups.rank, device=device, warmup=1, group=groups.world)
         exposed_us.append(exposed_comm_us(spans))
         comm_us.append(union_us(span for span in spans if span.stream == "comm"))
+    waited_us = (
+        0.0 if each.recorder is None else _find_wait(each.run, each.recorder, device, groups)
+    )
     peak_mib = 0.0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -291,12 +295,32 @@ def _traced(
         torch.cuda.synchronize(device)
         own_bytes = torch.cuda.max_memory_allocated(device) + unused_pool_bytes(device)
         peak_mib = (own_bytes - others_bytes) / 2**20
-    worst = _worst([statistics.median(exposed_us), statistics.median(comm_us), peak_mib], groups)
+    figures = [statistics.median(exposed_us), statistics.median(comm_us), waited_us, peak_mib]
+    worst = _worst(figures, groups)
     return {
         "exposed_comm_us": round(worst[0], 1),
         "comm_us": round(worst[1], 1),
-        "peak_mib": round(worst[2], 1) if device.type == "cuda" else None,
+        "waited_us": None if each.recorder is None else round(worst[2], 1),
+        "peak_mib": round(worst[3], 1) if device.type == "cuda" else None,
     }
+
+
+def _find_wait(
+    run: Callable[[], None], recorder: Recorder, device: torch.device, groups: ParallelGroups
+) -> float:
+    """Return the time in which the items of a step in lanes wait for collectives, without a trace.
+
+    A trace slows steps of many small graphs, so that more of their communication is exposed.
+    """
+    times_us: list[float] = []
+    recorder.enabled = True
+    for _ in range(_TRACES):
+        start_together(device, group=groups.world)
+        run()
+        waits = [span for span in recorder.collect() if span.stream == "exposed"]
+        times_us.append(sum(span.duration_us for span in waits))
+    recorder.enabled = False
+    return statistics.median(times_us)
 
 
 def _worst(values: Sequence[float], groups: ParallelGroups) -> list[float]:
