@@ -1,5 +1,6 @@
 """Fixtures of all tests: ranks are processes, so a test of W ranks needs no GPU or launcher."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import pytest
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it once, when first imported
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else each rank starts compiler processes
+# Else each process with Inductor tries for seconds whether code for this CPU compiles and loads.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ["HALLEY_KERNEL_CONFIG"] = os.devnull  # ignore kernels that a user tuned on this machine
 # Let torch look for GPUs with NVML, because forked ranks cannot use an initialized CUDA.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -24,8 +27,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
 )
 
-from tests.rank_pool import RankPool, RunRanks, T, open_pools
+from tests.rank_pool import OBJECTS_PER_COLLECTION, RankPool, RunRanks, T, open_pools
 
+
+gc.set_threshold(OBJECTS_PER_COLLECTION)
 
 # The tier of a folder's tests, unless they start ranks.
 TIERS = {

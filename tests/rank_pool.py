@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import gc
 import os
 import pickle
 import shutil
@@ -37,6 +38,9 @@ _PRELOAD = ("torch._inductor.compile_fx", "torch.testing", "pytest", "tests.rank
 _FRAMEWORKS = ("transformers.modeling_utils",)
 _NEWER_FRAMEWORK = ".* is newer than .*, the newest that Halley is tested with"  # a warning
 _KEEP_GROUPS = ("deepspeed", "megatron")  # frameworks that create groups once per process
+# Tracing makes so many objects that, with Python's limit of 700, a tenth of the time goes into
+# collections that look at all objects of torch again.
+OBJECTS_PER_COLLECTION = 10_000
 _START_TIMEOUT_S = 120.0
 _GRACE_S = 2.0  # time in which other ranks can report failures after a first one
 _STACK_S = 0.3  # time in which a rank can write its stack after SIGUSR1
@@ -174,6 +178,7 @@ def _serve(rank: int, num_ranks: int, folder: str, connection: Connection) -> No
     with _stack_path(folder, rank).open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file)
         torch.set_num_threads(1)
+        gc.set_threshold(OBJECTS_PER_COLLECTION)
         dist.init_process_group(
             "gloo",
             init_method=f"file://{folder}/store",

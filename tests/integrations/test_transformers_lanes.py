@@ -18,7 +18,7 @@ FAMILIES = ("mixtral", "qwen2_moe")
 def _run(rank: int, num_ranks: int, family: str, strategy: str) -> tuple[list[bool], str, int]:
     """Return which steps have the bits of the model without lanes; fallback; number of lanes."""
     with disabled_afterwards(), fresh_graphs():
-        model = make_model(family)
+        model = make_model(family, num_hidden_layers=1)
         halley_transformers.enable(model, strategy=strategy, strict=True)
         tokens = make_tokens().chunk(num_ranks)[rank]
 

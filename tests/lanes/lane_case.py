@@ -94,6 +94,8 @@ class CutStep:
     """The items of a step of a model, which run in any legal order.
 
     With ``divides_batch``, the microbatches are lanes of the batch, and ``run`` returns its loss.
+    With ``traced``, an earlier step of the model with microbatches of the same shape, nothing is
+    traced or compiled again.
     """
 
     def __init__(
@@ -103,18 +105,21 @@ class CutStep:
         *,
         num_microbatches: int,
         divides_batch: bool = False,
+        traced: "CutStep | None" = None,
     ) -> None:
         num_lanes = num_microbatches if divides_batch else 1
-        capture, compiler = (
-            Capture(model, inner="eager", num_lanes=num_lanes),
-            SegmentCompiler("eager"),
+        self._capture = (
+            traced._capture if traced else Capture(model, inner="eager", num_lanes=num_lanes)
         )
         microbatches = zip(*(each.chunk(num_microbatches) for each in batch), strict=True)
-        calls = [capture.collect(*each) for each in microbatches]
+        calls = [self._capture.collect(*each) for each in microbatches]
         forward, backward = (each.graph for each in calls[0].graphs.modules)
-        self.items = cut_step(calls[0].graphs)
+        self.items = traced.items if traced else cut_step(calls[0].graphs)
         self._model, self._num_microbatches = model, num_microbatches
-        self._calls = [compiler.compile(item)[1] for item in self.items]
+        compiler = SegmentCompiler("eager")
+        self._calls = (
+            traced._calls if traced else [compiler.compile(item)[1] for item in self.items]
+        )
         self._divides_batch, self._parameters = divides_batch, calls[0].values
         names = [f"f:{node.name}" for node in forward.find_nodes(op="placeholder")]
         tangent = f"f:{backward.find_nodes(op='placeholder')[-1].name}"

@@ -73,17 +73,16 @@ def _run_schedules(
     [
         ("switch", 2, (1, 3), 0.0),
         ("switch", 4, (2,), 0.0),
-        ("switch", 4, (2,), 2.0),  # messages of fixed sizes, smaller for a lane than for the batch
-        ("top2", 2, (2, 3), 0.0),
-        ("top2", 4, (2,), 0.0),
-        ("dropless", 2, (2, 3), 0.0),
+        ("switch", 2, (2,), 2.0),  # messages of fixed sizes, smaller for a lane than for the batch
+        ("top2", 2, (2,), 0.0),
+        ("dropless", 2, (3,), 0.0),
     ],
 )
 def test_every_schedule_has_the_results_of_the_whole_batch(
     run_ranks, gate: Gate, num_layers: int, nums_lanes: tuple[int, ...], max_load: float
 ) -> None:
     for found in run_ranks(_run_schedules, 2, gate, num_layers, nums_lanes, max_load):
-        assert len(found) > 6
+        assert len(found) > 4
         assert {name: each for name, each in found.items() if each[0] > 1e-6 or not each[1]} == {}
 
 
@@ -108,15 +107,17 @@ def _keep(rank: int, num_ranks: int) -> tuple[list[torch.Tensor], ...]:
     batch = make_batch(rank, batch_size=BATCH_SIZE)
     with _KeptSlots() as whole:
         model(*batch)
-    found = [whole.kept]
     with fresh_graphs():
-        for divides_batch in (True, False):
-            case = CutStep(model, batch, num_microbatches=2, divides_batch=divides_batch)
-            with _KeptSlots() as lanes:
-                case.run(case.orders()["in turn"])  # lane 0 runs its forward first
-            first, second = lanes.kept[:NUM_MOE_LAYERS], lanes.kept[NUM_MOE_LAYERS:]
-            found.append([torch.cat(each) for each in zip(first, second, strict=True)])
+        case = CutStep(model, batch, num_microbatches=2, divides_batch=True)
+        with _KeptSlots() as lanes:
+            case.run(case.orders()["in turn"])  # lane 0 runs its forward first
+    with _KeptSlots() as microbatches:
+        run_uncompiled(model, batch, num_microbatches=2)
     destroy(groups)
+    found = [whole.kept]
+    for each in (lanes, microbatches):
+        first, second = each.kept[:NUM_MOE_LAYERS], each.kept[NUM_MOE_LAYERS:]
+        found.append([torch.cat(halves) for halves in zip(first, second, strict=True)])
     return tuple(found)
 
 
@@ -134,7 +135,7 @@ def _train(rank: int, num_ranks: int) -> tuple[list[bool], list[float], torch.Si
     link = emulate_link(bytes_per_s=1e6)  # so slow that lanes are predicted to be faster
     groups = build_groups(num_ranks, device_type="cpu")
     slow = replace(groups, ep=dist.new_group(backend=link.backend))
-    model = build_gpt2("switch", slow, num_layers=2 * NUM_MOE_LAYERS)
+    model = build_gpt2("switch", slow, num_layers=2)
     batch = make_batch(rank, batch_size=BATCH_SIZE)
     with fresh_graphs():
         step = compile_step(model, 2, divides_batch=True, inner="eager")

@@ -43,12 +43,13 @@ def _run_schedules(
 ) -> dict[str, tuple[bool, bool]]:
     """Return for each schedule whether its results equal those of both other ways, by name."""
     groups = build_groups(num_ranks, device_type="cpu")
-    model = build_gpt2(gate, groups, num_layers=4 if gate == "switch" else 2)
+    model = build_gpt2(gate, groups, num_layers=4 if len(nums_microbatches) > 1 else 2)
     found: dict[str, tuple[bool, bool]] = {}
+    case: CutStep | None = None
     with fresh_graphs():
         for num_microbatches in nums_microbatches:
             batch = make_batch(rank, batch_size=BATCH_SIZE * num_microbatches)
-            case = CutStep(model, batch, num_microbatches=num_microbatches)
+            case = CutStep(model, batch, num_microbatches=num_microbatches, traced=case)
             uncompiled = run_uncompiled(model, batch, num_microbatches=num_microbatches)
             results = {name: case.run(order) for name, order in case.orders().items()}
             wanted = results["in turn"]
