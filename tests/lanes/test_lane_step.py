@@ -257,7 +257,7 @@ def _measure_exposed(rank: int, num_ranks: int) -> tuple[float, float]:
     groups, link = build_groups(num_ranks, device_type="cpu"), emulate_link()
     sizes = {"vocab_size": 64, "seq_len": 64}
     slow = replace(groups, ep=dist.new_group(backend=link.backend))
-    model = build_gpt2("dropless", slow, num_layers=8, hidden_size=64, **sizes)
+    model = build_gpt2("dropless", slow, num_layers=4, hidden_size=64, **sizes)
     batch = make_batch(rank, batch_size=16, **sizes)
     exposed_s: list[float] = []
     with fresh_graphs():

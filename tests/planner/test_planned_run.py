@@ -70,7 +70,9 @@ def test_checkpoint_loads_under_another_strategy(run_ranks: RunRanks, tmp_path: 
     assert run_ranks(train_on_ranks, 2, again) == [[3]] * 2  # continues after step 2
 
 
-def test_plan_of_a_single_rank(tmp_path: Path) -> None:
+def test_plan_of_a_single_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread; a run of tests/cli/test_train_and_export.py plans in a process of its own."""
+    monkeypatch.setattr(planned, "ProcessPoolExecutor", lambda n, **_: ThreadPoolExecutor(n))
     model = dataclasses.replace(SMALL, num_layers=1)
     config = make_config(write_text(tmp_path), model=model)
     assert plan_run(config, make_world(), ParallelGroups()) is None
