@@ -79,7 +79,9 @@ def _assert_same_run(config: RunConfig, whole: RunConfig) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_rank_zero_killed_under_the_launcher(run_ranks: RunRanks, tmp_path: Path):
     num_steps = f"train.num_steps={NUM_STEPS}"
-    config, whole = (read_settings(tmp_path, num_steps, name=name) for name in ("killed", "whole"))
+    config = read_settings(tmp_path, num_steps, name="killed")
+    only_last = f"checkpoint.every_steps={NUM_STEPS}"
+    whole = read_settings(tmp_path, num_steps, only_last, name="whole")
     output = Path(config.output)
     with _started(config) as launcher:
         _wait_for_step(output, 5)
