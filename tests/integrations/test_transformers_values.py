@@ -110,14 +110,14 @@ def test_step_on_two_dimensional_mesh(family, mesh, case, run_ranks) -> None:
 
 
 def _train_steps(rank: int, num_ranks: int, folder: Path, strategy: str) -> list[float]:
-    """Train four steps of two microbatches; return the mean loss of each step."""
+    """Train ten steps of two microbatches; return the mean loss of each step."""
     with disabled_afterwards():
         model = load_sharded(folder, MESHES["ep2_of_4"], strategy=strategy, strict=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         generator = torch.Generator().manual_seed(rank)
         microbatches = torch.randint(0, 64, (2, 1, SEQ_LEN), generator=generator)
         losses: list[float] = []
-        for _ in range(4):
+        for _ in range(10):
             total = torch.zeros(())
             for tokens in microbatches:
                 loss = model(input_ids=tokens, labels=tokens).loss / 2

@@ -74,8 +74,8 @@ def _run_schedules(
         ("switch", 2, (1, 3), 0.0),
         ("switch", 4, (2,), 0.0),
         ("switch", 2, (2,), 2.0),  # messages of fixed sizes, smaller for a lane than for the batch
-        ("top2", 2, (2,), 0.0),
-        ("dropless", 2, (3,), 0.0),
+        ("top2", 2, (2, 3), 0.0),
+        ("dropless", 2, (2, 3), 0.0),
     ],
 )
 def test_every_schedule_has_the_results_of_the_whole_batch(

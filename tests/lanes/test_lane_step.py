@@ -62,7 +62,7 @@ def _run_schedules(
 
 @pytest.mark.parametrize(
     ("gate", "num_ranks", "nums"),
-    [("switch", 2, (1, 3)), ("switch", 4, (2,))]
+    [("switch", 2, (1, 2, 3)), ("switch", 4, (2,))]
     + [(gate, 2, (3,)) for gate in ("top2", "prioritized", "dropless")],
 )
 def test_every_schedule_is_equal_bit_for_bit(run_ranks, gate: Gate, num_ranks: int, nums) -> None:
