@@ -8,7 +8,7 @@ python benchmarks/compatibility.py --gate                # newest versions here;
 
 Each version gets a virtual environment in a temporary folder. A package that is missing there is
 taken from a base: the running interpreter, or an environment with another Python or torch. A
-"0.3.0+python3.12+torch2.14.1" names them; without these words they are the running interpreter's.
+"0.3.0+python3.12+torch2.15.0" names them; without these words they are the running interpreter's.
 Results are in benchmarks/results/, tables in docs/.
 """
 
@@ -31,7 +31,7 @@ from xml.etree import ElementTree
 
 
 ROOT = Path(__file__).parents[1]
-NEWEST_TORCH = "+torch2.14.1"
+NEWEST_TORCH = "+torch2.15.0"
 NEWER_MEGATRON = ("0.17.1", "0.18.2", "0.19.2")  # these need Python 3.12
 START, END = "<!-- table: made by benchmarks/compatibility.py -->", "<!-- end of table -->"
 
