@@ -329,11 +329,11 @@ def _check_copies(name: str, kernel: Compiled) -> None:
 def _check_tiles(name: str, kernel: Compiled) -> None:
     """Tensor cores multiply tiles that TMA loads; TMA stores all outputs but gradients."""
     for instruction in (
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16",
-        "cp.async.bulk.tensor.2d.shared::cta.global",
-        "cp.async.bulk.tensor.4d.shared::cta.global",
+        r"wgmma\.mma_async\.sync\.aligned\.m64n256k16\.f32\.bf16\.bf16",
+        r"cp\.async\.bulk\.tensor\.2d\.shared::(cta|cluster)\.global",  # cluster: Triton 3.6
+        r"cp\.async\.bulk\.tensor\.4d\.shared::(cta|cluster)\.global",
     ):
-        assert instruction in kernel.ptx, f"{name}: {instruction}"
+        assert re.search(instruction, kernel.ptx), f"{name}: {instruction}"
     is_stored_so = "cp.async.bulk.tensor.2d.global.shared::cta" in kernel.ptx
     assert is_stored_so == (name != "dispatch_dgrad"), name
 
@@ -353,7 +353,8 @@ def _check_signals(name: str, kernel: Compiled) -> None:
 def _check_fence(kernel: Compiled) -> None:
     """A proxy fence orders the stores of other CTAs before the TMA loads."""
     lines = kernel.lines()
-    load = next(i for i, line in enumerate(lines) if "bulk.tensor.2d.shared::cta.global" in line)
+    loads = r"bulk\.tensor\.2d\.shared::(cta|cluster)\.global"
+    load = next(i for i, line in enumerate(lines) if re.search(loads, line))
     fence = _last(lines[:load], "fence.proxy.async;")
     assert _last(lines[:load], ".acquire.") < fence
 
