@@ -59,7 +59,7 @@ bench: $(VENV)/.installed
 	$(BIN)/halley bench layer
 
 # The plug-ins with versions of their frameworks, each in an environment of its own.
-# Needs python3.12 on PATH, and 12 GB in the temporary folder for two environments with torch 2.14.1.
+# Needs python3.12 on PATH, and 12 GB in the temporary folder for two environments with torch 2.15.0.
 compat: $(VENV)/.installed
 	$(BIN)/python benchmarks/compatibility.py
 
