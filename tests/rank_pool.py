@@ -38,7 +38,7 @@ _PRELOAD = ("torch._inductor.compile_fx", "torch.testing", "pytest", "tests.rank
 _FRAMEWORKS = ("transformers.modeling_utils",)
 _NEWER_FRAMEWORK = ".* is newer than .*, the newest that Halley is tested with"  # a warning
 _KEEP_GROUPS = ("deepspeed", "megatron")  # frameworks that create groups once per process
-# Tracing makes so many objects that, with Python's limit of 700, a tenth of the time goes into
+# Tracing makes so many objects that, with Python's own limit, a tenth of the time goes into
 # collections that look at all objects of torch again.
 OBJECTS_PER_COLLECTION = 10_000
 _START_TIMEOUT_S = 120.0

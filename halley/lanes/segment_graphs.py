@@ -76,7 +76,8 @@ class SegmentGraphs:
             The function, and for each result whether nothing but its replay writes to its memory.
 
         Raises:
-            RuntimeError: the capture fails, or a value is not on a GPU: a replay would not read it.
+            RuntimeError: the capture fails; or a tensor of ``values`` is on the CPU, where a replay
+                cannot read its new value.
         """
         for value in values:
             if isinstance(value, torch.Tensor) and not value.is_cuda:
@@ -122,7 +123,7 @@ def _share_memory(value: Any) -> Any:
     """Return a tensor with the memory of another one, which it does not own.
 
     The memory must be that of a CUDA graph's pool, which stays mapped as long as the graph exists.
-    So a number and a tensor of the host are returned as they are.
+    So numbers and CPU tensors are returned as they are.
     """
     if not isinstance(value, torch.Tensor) or not value.is_cuda:
         return value

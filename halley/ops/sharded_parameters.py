@@ -46,7 +46,8 @@ class ShardedParameters:
         roots = [module._get_fsdp_state() for module in _find_roots(self._modules)]
         for root in roots:
             root._lazy_init()
-            root._state_ctx.manual_backward_finalization_active = False  # since torch 2.15
+            # ``_root_post_backward_final_callback`` of torch 2.15 needs this to be set.
+            root._state_ctx.manual_backward_finalization_active = False
         states = list(dict.fromkeys(module._get_fsdp_state() for module in self._modules))
         groups = [group for state in states for group in _groups_of(state)]
         for module in self._modules:

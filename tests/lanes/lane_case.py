@@ -114,12 +114,13 @@ class CutStep:
         microbatches = zip(*(each.chunk(num_microbatches) for each in batch), strict=True)
         calls = [self._capture.collect(*each) for each in microbatches]
         forward, backward = (each.graph for each in calls[0].graphs.modules)
-        self.items = traced.items if traced else cut_step(calls[0].graphs)
+        if traced:
+            self.items, self._calls = traced.items, traced._calls
+        else:
+            compiler = SegmentCompiler("eager")
+            self.items = cut_step(calls[0].graphs)
+            self._calls = [compiler.compile(item)[1] for item in self.items]
         self._model, self._num_microbatches = model, num_microbatches
-        compiler = SegmentCompiler("eager")
-        self._calls = (
-            traced._calls if traced else [compiler.compile(item)[1] for item in self.items]
-        )
         self._divides_batch, self._parameters = divides_batch, calls[0].values
         names = [f"f:{node.name}" for node in forward.find_nodes(op="placeholder")]
         tangent = f"f:{backward.find_nodes(op='placeholder')[-1].name}"

@@ -73,8 +73,9 @@ def _run_schedules(
     [
         ("switch", 2, (1, 3), 0.0),
         ("switch", 4, (2,), 0.0),
-        ("switch", 2, (2,), 2.0),  # messages of fixed sizes, smaller for a lane than for the batch
+        ("switch", 4, (2,), 2.0),  # messages of fixed sizes, smaller for a lane than for the batch
         ("top2", 2, (2, 3), 0.0),
+        ("top2", 4, (2,), 0.0),
         ("dropless", 2, (2, 3), 0.0),
     ],
 )
@@ -82,7 +83,7 @@ def test_every_schedule_has_the_results_of_the_whole_batch(
     run_ranks, gate: Gate, num_layers: int, nums_lanes: tuple[int, ...], max_load: float
 ) -> None:
     for found in run_ranks(_run_schedules, 2, gate, num_layers, nums_lanes, max_load):
-        assert len(found) > 4
+        assert len(found) > 6
         assert {name: each for name, each in found.items() if each[0] > 1e-6 or not each[1]} == {}
 
 

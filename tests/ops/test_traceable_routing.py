@@ -96,9 +96,8 @@ def test_take_slots_by_weight_against_a_loop() -> None:
         assert kept_TK.tolist() == _loop(idx_TK, tokens, limit)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # torch 2.15
+# ``opcheck`` of torch 2.15 causes this warning itself.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("size", [1, 2])
 def test_operators_pass_opcheck(size: int) -> None:
     ops = torch.ops.halley
