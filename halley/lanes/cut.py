@@ -47,7 +47,7 @@ class Item:
     outputs: tuple[str, ...] = ()
     needs: tuple[int, ...] = ()  # indices of the items that produce the inputs
     gradients: tuple[tuple[str, int], ...] = ()
-    is_static: bool = False  # whether all sizes of a "segment" or "unit" are known before it runs
+    is_static: bool = False  # whether all sizes of computation or a sum are known before it runs
     has_rows: bool = False  # whether a "wait" returns rows and not counts, which are int64
     lanes: Lanes = "own"  # whose values a "sum" adds: those of "earlier" lanes, or of "all"
 
@@ -259,7 +259,7 @@ def _finish(
             for position, node in enumerate(gradients)  # type: ignore[arg-type]
             if node in own
         ),
-        is_static=draft.kind in ("segment", "unit") and all(map(_is_static, body)),
+        is_static=draft.kind in ("segment", "unit", "sum") and all(map(_is_static, body)),
         has_rows=draft.kind == "wait"
         and isinstance(value, torch.Tensor)
         and value.dtype != torch.int64,

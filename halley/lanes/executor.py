@@ -3,10 +3,10 @@
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import compress
+from itertools import compress, groupby
 from typing import Any, final
 
 import torch
@@ -14,31 +14,16 @@ from torch import nn
 
 from halley.compiler.graph_analysis import is_grouped_gemm
 from halley.core.timeline import Recorder
+from halley.lanes.action import Action, Value, join, take
 from halley.lanes.cut import Item, Lanes
 from halley.lanes.item_clock import ItemClock, item_name
 from halley.lanes.segment_compiler import Call
-from halley.lanes.segment_graphs import SegmentGraphs, can_capture
+from halley.lanes.segment_graphs import SegmentGraphs, can_capture, share_memory
 from halley.ops.gradient_hook import find_gradient_hook
 from halley.ops.sm_carveout import sm_carveout
 
 
 Order = Sequence[tuple[int, int]]  # pairs of a microbatch and the index of an item
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Action:
-    """One item of one microbatch: its function, and which values are read by later items."""
-
-    name: str  # of the span that the item records
-    stream: str
-    microbatch: int
-    item: Item
-    call: Call
-    reads: tuple[tuple[int, str], ...]  # the inputs, as pairs of a microbatch and a name
-    last_reads: tuple[bool, ...]  # for each input, whether this is the last item that reads it
-    is_read: tuple[bool, ...]  # for each output, whether a later item or the caller reads it
-    # Of a CUDA graph: outputs whose memory nothing else uses until the item runs in the next step.
-    lasting: frozenset[str] = frozenset()
 
 
 @final
@@ -48,6 +33,8 @@ class Executor:
     Args:
         loss: name of the loss among the items' outputs.
         captures: whether the first step captures items of static shapes as CUDA graphs.
+        joins: whether such items are one action, so one CUDA graph, if they follow each other in
+            ``order``. The host launches it in less time than a graph for each item.
         graph_bytes: predicted bytes of the memory of these graphs.
         sm_margins: number of SMs that dense and grouped GEMMs leave free for communication.
     """
@@ -60,14 +47,15 @@ class Executor:
         *,
         loss: str,
         captures: bool = False,
+        joins: bool = False,
         graph_bytes: int = 0,
         sm_margins: tuple[int, int] = (0, 0),
     ) -> None:
         check_order(items, order)
         self._loss = loss
         num_microbatches = len({microbatch for microbatch, _ in order})
-        read_later: set[tuple[int, str]] = {(microbatch, loss) for microbatch, _ in order}
-        actions: list[_Action] = []
+        read_later: set[Value] = {(microbatch, loss) for microbatch, _ in order}
+        actions: list[Action] = []
         for microbatch, index in reversed(order):
             item = items[index]
             is_read = tuple((microbatch, name) in read_later for name in item.outputs)
@@ -79,20 +67,26 @@ class Executor:
             if num_sms := sm_margins[_has_grouped_gemm(item)]:
                 call = partial(_leave_sms, num_sms, call)
             actions.append(
-                _Action(
+                Action(
                     name=item_name(microbatch, index, item.kind),
                     stream={"wait": "exposed", "host": "host"}.get(item.kind, "compute"),
-                    microbatch=microbatch,
-                    item=item,
                     call=call,
+                    can_capture=can_capture(item),
                     reads=reads,
                     last_reads=last_reads,
+                    results=tuple((microbatch, name) for name in item.outputs),
                     is_read=is_read,
+                    gradients=tuple(
+                        (item.outputs.index(name), position) for name, position in item.gradients
+                    ),
                 )
             )
-        self._actions = actions[::-1]
+        self._actions: list[Action] = []
+        for is_captured, group in groupby(actions[::-1], key=lambda action: action.can_capture):
+            members = [*group]
+            self._actions += [join(members)] if joins and is_captured else members
         self._captures, self._graph_bytes = captures, graph_bytes
-        self._captured: list[_Action] = []
+        self._captured: list[Action] = []
         self._graphs: SegmentGraphs | None = None  # keeps the memory that all graphs use
         self._addresses: list[int] = []  # of the parameters, when the items were captured
         # The tensors of ``.grad`` of the last step that have the memory of a CUDA graph's results.
@@ -111,7 +105,11 @@ class Executor:
             inputs: for each microbatch, inputs of forward and the gradient of the loss, by name.
             parameters: values of the inputs of forward, by position.
         """
-        values = [{**each} for each in inputs]
+        values = {
+            (microbatch, name): value
+            for microbatch, each in enumerate(inputs)
+            for name, value in each.items()
+        }
         _copy_lent(self._lent)
         gradients = _Gradients(parameters, lent=self._lent)
         # For collectives, the autograd key runs Python code, which takes host time: skip this key.
@@ -123,11 +121,9 @@ class Executor:
         ):
             for action in self._with_graphs(values, parameters):
                 _run(action, values, gradients, recorder)
-        return [each[self._loss] for each in values]
+        return [values[microbatch, self._loss] for microbatch in range(len(inputs))]
 
-    def _with_graphs(
-        self, values: Sequence[dict[str, Any]], parameters: Sequence[Any]
-    ) -> Iterable[_Action]:
+    def _with_graphs(self, values: dict[Value, Any], parameters: Sequence[Any]) -> Iterable[Action]:
         """Return a step's actions; with ``captures``, CUDA graphs run the items that allow it."""
         if not self._captures:
             return self._actions
@@ -136,8 +132,8 @@ class Executor:
         return self._captured if is_captured else self._capture(values, parameters, addresses)
 
     def _capture(
-        self, values: Sequence[dict[str, Any]], parameters: Sequence[Any], addresses: list[int]
-    ) -> Iterator[_Action]:
+        self, values: dict[Value, Any], parameters: Sequence[Any], addresses: list[int]
+    ) -> Iterator[Action]:
         """Yield each action, captured as a CUDA graph if ``can_capture``, for the caller to run.
 
         Later steps use the actions if they have all run and the parameters have these addresses.
@@ -146,41 +142,66 @@ class Executor:
             torch.cuda.synchronize()
             self._captured, self._graphs = [], None
         self._graphs = graphs = SegmentGraphs(self._graph_bytes)
-        captured: list[_Action] = []
-        fixed = [
-            {k for k, value in each.items() if isinstance(value, nn.Parameter)} for each in values
-        ]
+        captured: list[Action] = []
+        fixed = {each for each, value in values.items() if isinstance(value, nn.Parameter)}
         for action in self._actions:
-            own, inputs = fixed[action.microbatch], values[action.microbatch]
-            if can_capture(action.item):
-                names = action.item.inputs
-                arguments = [inputs[name] for name in names], [name in own for name in names]
+            if action.can_capture:
                 first = _first_gradients(action, parameters)
                 try:
+                    arguments = _lend(action, values, fixed)
                     call, lasts = graphs.capture(action.call, *arguments, kept=first)
-                    lasting = compress(action.item.outputs, lasts)
+                    lasting = compress(range(len(lasts)), lasts)
                     action = replace(action, call=call, lasting=frozenset(lasting))
-                    own.update(action.item.outputs)
+                    fixed.update(action.results)
                 except RuntimeError as error:
                     text = f"halley runs item {action.name} without a CUDA graph: {error}"
                     warnings.warn(text, stacklevel=6)
+                    action = replace(action, call=partial(_call_and_copy, action.call))
             captured.append(action)
             yield action
         self._captured, self._addresses = captured, addresses
 
 
-def _first_gradients(action: _Action, parameters: Sequence[Any]) -> list[bool]:
-    """Return for each output whether it can become the ``.grad`` of one parameter."""
-    num_parameters = Counter(name for name, _ in action.item.gradients)
-    names = {
-        name
-        for name, position in action.item.gradients
-        if action.microbatch == 0
-        and num_parameters[name] == 1
+def _lend(
+    action: Action, values: dict[Value, Any], fixed: Container[Value]
+) -> tuple[list[Any], list[bool]]:
+    """Return the arguments of an action, and for each whether it keeps its address.
+
+    Of such arguments that no later action reads, ``values`` keeps the memory's address only: so a
+    capture of the action frees them after their last use.
+    """
+    arguments = [values[each] for each in action.reads]
+    for value, is_last in zip(action.reads, action.last_reads, strict=True):
+        if is_last and value in fixed:
+            values[value] = share_memory(values[value])
+    return arguments, [each in fixed for each in action.reads]
+
+
+def _call_and_copy(call: Call, values: list[Any]) -> list[Any]:
+    """Call an action's function; copy results that have the memory of an argument.
+
+    After ``_lend``, later captures may use that memory.
+    """
+    storages = {each.untyped_storage()._cdata for each in values if isinstance(each, torch.Tensor)}
+    return [
+        each.clone()
+        if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata in storages
+        else each
+        for each in call(values)
+    ]
+
+
+def _first_gradients(action: Action, parameters: Sequence[Any]) -> list[bool]:
+    """Return for each result whether it can become the ``.grad`` of one parameter."""
+    num_parameters = Counter(at for at, _ in action.gradients)
+    firsts = {
+        at
+        for at, position in action.gradients
+        if action.results[at][0] == 0
+        and num_parameters[at] == 1
         and not (find_gradient_hook(parameters[position]) or _hooks(parameters[position]))
     }
-    outputs = zip(action.item.outputs, action.is_read, strict=True)
-    return [name in names and not is_read for name, is_read in outputs]
+    return [at in firsts and not is_read for at, is_read in enumerate(action.is_read)]
 
 
 def _has_grouped_gemm(item: Item) -> bool:
@@ -231,30 +252,24 @@ def check_order(items: Sequence[Item], order: Order) -> None:
 
 
 def _run(
-    action: _Action,
-    values: Sequence[dict[str, Any]],
+    action: Action,
+    values: dict[Value, Any],
     gradients: "_Gradients",
     recorder: Recorder | ItemClock,
 ) -> None:
-    item = action.item
-    # Pop a value from the dictionary for its last reader, whose code can then free the memory.
-    args = [
-        values[lane].pop(name) if is_last else values[lane][name]
-        for (lane, name), is_last in zip(action.reads, action.last_reads, strict=True)
-    ]
+    args = take(action, values)
     with recorder.span(action.name, stream=action.stream):
         results = action.call(args)
-        produced = dict(zip(item.outputs, results, strict=True))
-        for name, position in item.gradients:
+        for at, position in action.gradients:
             gradients.add(
-                produced[name],
+                results[at],
                 position=position,
-                microbatch=action.microbatch,
-                lasts=name in action.lasting,
+                microbatch=action.results[at][0],
+                lasts=at in action.lasting,
             )
-    for name, value, is_read in zip(item.outputs, results, action.is_read, strict=True):
+    for value, result, is_read in zip(action.results, results, action.is_read, strict=True):
         if is_read:
-            values[action.microbatch][name] = value
+            values[value] = result
 
 
 def _sum(lanes: Lanes, values: list[torch.Tensor]) -> tuple[torch.Tensor]:

@@ -28,9 +28,9 @@ from halley.cost.hardware import predictor_of
 from halley.cost.simulate import NO_CONTENTION
 from halley.lanes.capture import TANGENT, Arguments, Capture, Inner, StepGraphs
 from halley.lanes.cut import cut_step
-from halley.lanes.executor import Executor, Order, one_after_another
+from halley.lanes.executor import Executor, one_after_another
 from halley.lanes.item_clock import ItemClock
-from halley.lanes.lane_memory import StorageRecorder
+from halley.lanes.lane_memory import StorageRecorder, predict_memory
 from halley.lanes.lane_schedule import LanePlan, plan_lanes
 from halley.lanes.lane_times import find_memory_shares, measured_durations
 from halley.lanes.segment_compiler import SegmentCompiler
@@ -269,8 +269,10 @@ class _Program:
         self._clock, self._off = ItemClock(self._keys, device), Recorder(device, enabled=False)
         self._num_steps = 0
         self._measured: list[list[Span]] = []  # spans of each measured step
-        self._executor = self._build(
-            one_after_another(self.items, num_microbatches=options.num_microbatches)
+        self._first_order = one_after_another(self.items, num_microbatches=options.num_microbatches)
+        self._rest_bytes = 0
+        self._executor = Executor(
+            self.items, self._recorded.calls, self._first_order, loss=self._loss
         )
 
     def run(self, calls: Sequence[Arguments]) -> torch.Tensor:
@@ -284,10 +286,11 @@ class _Program:
         needs_plan = self._is_planned and self.plan is None
         num_calls = self._num_steps * self._options.num_microbatches
         is_measured = needs_plan and num_calls >= _NUM_FIRST_CALLS
-        rest_bytes = self._find_rest_bytes(calls[0].values) if is_measured else 0
         if is_measured and not self._measured:
             launch_us = share_in_groups(self._groups, "launch", lambda: self._clock.launch_us)
             self._clock.wait_for_host(launch_us)
+            self._rest_bytes = self._find_rest_bytes(calls[0].values)
+            self._executor = self._build_measured()
         losses = self._executor.run(
             inputs,
             calls[0].values,
@@ -299,20 +302,33 @@ class _Program:
             self._measured.append(spans)
         if len(self._measured) == _NUM_MEASURED_STEPS:
             measured, self._measured = self._measured, []
-            self.plan = self._share_plan(measured, rest_bytes)
-            self._executor = self._build(self.plan.order)
+            self.plan = plan = self._share_plan(measured)
+            self._executor = Executor(
+                self.items,
+                self._calls,
+                plan.order,
+                loss=self._loss,
+                captures=self._captures,
+                joins=True,
+                graph_bytes=plan.graph_bytes,
+                sm_margins=plan.sm_margins,
+            )
         return torch.stack(losses)
 
-    def _build(self, order: Order) -> Executor:
-        calls = self._recorded.calls if self.plan is None else self._calls
+    def _build_measured(self) -> Executor:
+        """Return the executor of measured steps. On GPUs, items are CUDA graphs, as in later steps.
+
+        The kernels of a CUDA graph start with shorter gaps than those that Python launches.
+        """
+        memory = self._recorded.record(rest_bytes=self._rest_bytes)
+        graph_bytes = predict_memory(self.items, memory, self._first_order).graph_bytes
         return Executor(
             self.items,
-            calls,
-            order,
+            self._calls,
+            self._first_order,
             loss=self._loss,
-            captures=self.plan is not None and self._captures,
-            graph_bytes=0 if self.plan is None else self.plan.graph_bytes,
-            sm_margins=(0, 0) if self.plan is None else self.plan.sm_margins,
+            captures=self._captures,
+            graph_bytes=graph_bytes,
         )
 
     def _find_rest_bytes(self, parameters: Sequence[Any]) -> int:
@@ -323,7 +339,7 @@ class _Program:
         held = sum(each.nbytes for each in gradients if each is not None)
         return torch.cuda.memory_allocated(self._device) - held
 
-    def _share_plan(self, measured: Sequence[Sequence[Span]], rest_bytes: int) -> LanePlan:
+    def _share_plan(self, measured: Sequence[Sequence[Span]]) -> LanePlan:
         """Plan the order on rank 0 from rank 0's measured times; return the plan on all ranks."""
         contention = NO_CONTENTION
         if self._device.type == "cuda" and self._groups:
@@ -339,7 +355,7 @@ class _Program:
                     durations_us,
                     num_microbatches=self._options.num_microbatches,
                     max_lanes=self._options.max_lanes,
-                    memory=self._recorded.record(rest_bytes=rest_bytes),
+                    memory=self._recorded.record(rest_bytes=self._rest_bytes),
                     max_bytes=self._options.max_bytes,
                     saves_memory=self._options.divides_batch,
                     contention=contention,

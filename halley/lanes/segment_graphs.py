@@ -2,11 +2,13 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any, final
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from halley.lanes.cut import Item
 from halley.lanes.segment_compiler import Call
@@ -35,7 +37,7 @@ class SegmentGraphs:
 
     def __init__(self, num_bytes: int) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
+        self._stream = _capture_stream(torch.cuda.current_device())
         gc.collect()  # frees CUDA objects now: freeing them during a capture would break it
         torch.cuda.empty_cache()  # the pool needs the memory that earlier steps have freed
         size = {"dtype": torch.uint8, "device": "cuda"}
@@ -60,7 +62,7 @@ class SegmentGraphs:
         return graph
 
     def capture(
-        self, call: Call, values: Sequence[Any], fixed: Sequence[bool], *, kept: Sequence[bool]
+        self, call: Call, values: list[Any], fixed: Sequence[bool], *, kept: Sequence[bool]
     ) -> tuple[Call, list[bool]]:
         """Capture ``call`` as a CUDA graph without running it; return a function that replays it.
 
@@ -68,7 +70,8 @@ class SegmentGraphs:
         caller must keep them until their last reader has run: then later captures may use it.
 
         Args:
-            values: tensors of the shapes to capture.
+            values: tensors of the shapes to capture. ``call`` gets this list, with copies, and may
+                empty it to free memory.
             fixed: for each value, whether it keeps its address.
             kept: for each result, whether no later capture may use its memory.
 
@@ -82,26 +85,27 @@ class SegmentGraphs:
         for value in values:
             if isinstance(value, torch.Tensor) and not value.is_cuda:
                 raise RuntimeError(f"an input of shape {tuple(value.shape)} is on {value.device}")
-        inputs, owned = list[Any](), list[Sequence[Any]]()
+        owned, copied = list[Sequence[Any]](), list[tuple[int, Any]]()
+        storages: list[StorageWeakRef] = []
 
         def run() -> None:
-            inputs.extend(
-                value if is_fixed else value.new_empty_strided(value.shape, value.stride())
-                for value, is_fixed in zip(values, fixed, strict=True)
-            )
-            owned.append(call([*inputs]))
+            for at, is_fixed in enumerate(fixed):
+                if not is_fixed:
+                    values[at] = values[at].new_empty_strided(values[at].shape, values[at].stride())
+                    copied.append((at, share_memory(values[at])))
+            # References keep the ids of storages that ``call`` frees from being used again.
+            storages.extend(StorageWeakRef(each) for each in _storages(values))
+            owned.append(call(values))
 
         graph = self._record(run)
-        copied = [
-            (at, _share_memory(inputs[at])) for at, is_fixed in enumerate(fixed) if not is_fixed
-        ]
-        num_users = Counter(map(_address, (*inputs, *owned[0])))
+        num_users = Counter([each.cdata for each in storages])
+        num_users.update(each._cdata for each in _storages(owned[0]))
         lasts = [
-            is_kept and num_users[_address(each)] == 1
+            is_kept and num_users[each.untyped_storage()._cdata] == 1
             for each, is_kept in zip(owned[0], kept, strict=True)
         ]
         outputs = [
-            each if is_own else _share_memory(each)
+            each if is_own else share_memory(each)
             for each, is_own in zip(owned[0], lasts, strict=True)
         ]
 
@@ -114,12 +118,17 @@ class SegmentGraphs:
         return replay, lasts
 
 
-def _address(value: Any) -> int:
-    """Return the address of a tensor's storage; 0 for a number."""
-    return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else 0
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Return one stream for all captures: cuBLAS has a workspace of 32 MiB for each stream."""
+    return torch.cuda.Stream(device)
 
 
-def _share_memory(value: Any) -> Any:
+def _storages(values: Iterable[Any]) -> list[torch.UntypedStorage]:
+    return [each.untyped_storage() for each in values if isinstance(each, torch.Tensor)]
+
+
+def share_memory(value: Any) -> Any:
     """Return a tensor with the memory of another one, which it does not own.
 
     The memory must be that of a CUDA graph's pool, which stays mapped as long as the graph exists.

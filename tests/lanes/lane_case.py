@@ -128,11 +128,19 @@ class CutStep:
         self._inputs = [dict(zip(names, each.values, strict=True)) | share for each in calls]
         self._loss = f"f:{forward.output_node().args[0][0].name}"  # type: ignore
 
-    def run(self, order: Order) -> Result:
-        executor = Executor(self.items, self._calls, order, loss=self._loss)
+    def run(self, order: Order, *, joins: bool = False) -> Result:
+        executor = Executor(self.items, self._calls, order, loss=self._loss, joins=joins)
         recorder = Recorder("cpu", enabled=False)
         losses = torch.stack(executor.run(self._inputs, self._parameters, recorder=recorder))
         return take_result(losses.mean()[None] if self._divides_batch else losses, self._model)
+
+    def results(self) -> dict[str, Result]:
+        """Return the results of all orders, with single items and with joined items, by name."""
+        return {
+            f"{name}, joined" if joins else name: self.run(order, joins=joins)
+            for joins in (False, True)
+            for name, order in self.orders().items()
+        }
 
     def orders(self) -> dict[str, Order]:
         """Return all schedules, a random order and one microbatch after another, by name."""

@@ -1,11 +1,11 @@
-"""Memory of CUDA graphs: blocks of the simulated pool, and tensors that do not own their memory."""
+"""Memory of CUDA graphs: blocks of the simulated pool, and gradients that have such memory."""
 
 from typing import Any
 
 import torch
 from torch import nn
 
-from halley.lanes import executor, segment_graphs
+from halley.lanes import executor
 from halley.lanes.graph_pool import PoolModel
 
 
@@ -42,16 +42,6 @@ def test_pool_does_not_split_a_block_if_little_remains() -> None:
     assert (pool.has_all, pool.small_bytes) == (True, 4 * MIB)
     pool.allocate(MIB + 1)
     assert not pool.has_all
-
-
-def test_shared_memory_is_written_by_its_owner_and_keeps_the_layout() -> None:
-    owner = torch.arange(12.0).view(3, 4)
-    shared = segment_graphs._share_memory(owner[1:].t())
-    assert torch.equal(shared, owner[1:].t())
-    assert (shared.stride(), shared.storage_offset()) == ((1, 4), 4)
-    owner[2, 3] = -1.0
-    assert shared[3, 1] == -1.0
-    assert segment_graphs._share_memory(3) == 3
 
 
 def test_gradients_with_lasting_memory_become_grad_and_outlive_the_next_step() -> None:

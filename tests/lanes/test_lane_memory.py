@@ -12,6 +12,7 @@ from torch import nn
 from halley.core.timeline import Recorder
 from halley.distributed.mesh import build_groups
 from halley.lanes import allocations, compile_step, executor, lane_memory
+from halley.lanes.action import Value
 from halley.lanes.allocations import Allocations
 from halley.lanes.cut import Item
 from halley.lanes.lane_memory import (
@@ -284,9 +285,8 @@ def test_only_units_with_small_operands_run_later_to_save_memory() -> None:
     assert (plan.num_lanes, plan.moves_units) == (2, True)
 
 
-def _live_bytes(values: Sequence[dict[str, Any]], early: dict[int, Any], inputs: set[int]) -> int:
+def _live_bytes(dictionaries: Sequence[dict[Any, Any]], inputs: set[int]) -> int:
     """Return the bytes of the storages of all values, each once, without those of ``inputs``."""
-    dictionaries = [*values, *early.values()]
     tensors = [
         value for each in dictionaries for value in each.values() if isinstance(value, torch.Tensor)
     ]
@@ -318,11 +318,11 @@ def _compare_peaks(rank: int, num_ranks: int) -> tuple[dict[str, tuple[int, int]
         run = executor._run
 
         def run_and_measure(
-            action: Any, values: Sequence[dict[str, Any]], gradients: Any, recorder: Recorder
+            action: Any, values: dict[Value, Any], gradients: Any, recorder: Recorder
         ) -> None:
             nonlocal peak
             run(action, values, gradients, recorder)
-            peak = max(peak, _live_bytes(values, gradients.early, inputs))
+            peak = max(peak, _live_bytes([values, *gradients.early.values()], inputs))
 
         patch.setattr(executor, "_run", run_and_measure)
         for name, order in orders.items():

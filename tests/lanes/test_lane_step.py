@@ -51,7 +51,7 @@ def _run_schedules(
             batch = make_batch(rank, batch_size=BATCH_SIZE * num_microbatches)
             case = CutStep(model, batch, num_microbatches=num_microbatches, traced=case)
             uncompiled = run_uncompiled(model, batch, num_microbatches=num_microbatches)
-            results = {name: case.run(order) for name, order in case.orders().items()}
+            results = case.results()
             wanted = results["in turn"]
             for name, result in results.items():
                 equal = is_equal(result, wanted), is_equal(result, uncompiled)
@@ -236,10 +236,8 @@ def _run_shared_gradients(rank: int, num_ranks: int) -> tuple[list[bool], list[i
     parameters = [nn.Parameter(torch.zeros(())) for _ in range(10)]
     lasting: list[int] = []
     for action in program._executor._actions:
-        lasts = dict(
-            zip(action.item.outputs, executor._first_gradients(action, parameters), strict=True)
-        )
-        lasting += [p for name, p in action.item.gradients if lasts[name]]
+        lasts = executor._first_gradients(action, parameters)
+        lasting += [position for at, position in action.gradients if lasts[at]]
     return equal, shared, lasting
 
 

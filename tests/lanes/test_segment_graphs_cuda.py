@@ -17,7 +17,7 @@ from halley.cost.simulate import NO_CONTENTION, Contention
 from halley.distributed.mesh import build_groups
 from halley.lanes import compile_step, lane_schedule, lane_step
 from halley.lanes.allocations import Allocations, record_allocations
-from halley.lanes.segment_graphs import SegmentGraphs, can_capture
+from halley.lanes.segment_graphs import SegmentGraphs, can_capture, share_memory
 from halley.tools.layer_case import relative_error
 from tests.compiler.model_case import fresh_graphs
 from tests.gpus import NUM_GPUS, device_of, needs_gpu
@@ -230,3 +230,13 @@ def test_cpu_tensors_are_no_part_of_a_graph() -> None:
     found = [each.item() for each in replay([])]
     del others
     assert found == [1, 7]
+
+
+def test_shared_memory_is_written_by_its_owner_and_keeps_the_layout() -> None:
+    owner = torch.arange(12.0, device="cuda").view(3, 4)
+    shared = share_memory(owner[1:].t())
+    assert torch.equal(shared, owner[1:].t())
+    assert (shared.stride(), shared.storage_offset()) == ((1, 4), 4)
+    owner[2, 3] = -1.0
+    assert shared[3, 1] == -1.0
+    assert share_memory(3) == 3
