@@ -141,10 +141,17 @@ def _bench_case(
             )
         times = dict(zip(ready, timings.values(), strict=True))
         predicted = _predict(ready, case.num_microbatches)
+        # Before any trace: the first one slows the host in all later steps of the process.
+        waited_us = {
+            key: _find_wait(each.run, each.recorder, device, groups)
+            for key, each in ready.items()
+            if each.recorder is not None
+        }
         held_bytes = sum(each.held_bytes for each in ready.values())
         rows: list[Row] = []
         for key in _best_settings(keys, times):
             row = _workload(case, groups, key)
+            row["waited_us"] = waited_us.get(key)
             if key in ready:
                 row |= _figures(ready[key], times[key], predicted.get(key[0]), groups=groups)
                 others_bytes = held_bytes - ready[key].held_bytes
@@ -285,9 +292,6 @@ def _traced(
         spans = trace_step(each.run, rank=groups.rank, device=device, warmup=1, group=groups.world)
         exposed_us.append(exposed_comm_us(spans))
         comm_us.append(union_us(span for span in spans if span.stream == "comm"))
-    waited_us = (
-        0.0 if each.recorder is None else _find_wait(each.run, each.recorder, device, groups)
-    )
     peak_mib = 0.0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -295,20 +299,19 @@ def _traced(
         torch.cuda.synchronize(device)
         own_bytes = torch.cuda.max_memory_allocated(device) + unused_pool_bytes(device)
         peak_mib = (own_bytes - others_bytes) / 2**20
-    figures = [statistics.median(exposed_us), statistics.median(comm_us), waited_us, peak_mib]
+    figures = [statistics.median(exposed_us), statistics.median(comm_us), peak_mib]
     worst = _worst(figures, groups)
     return {
         "exposed_comm_us": round(worst[0], 1),
         "comm_us": round(worst[1], 1),
-        "waited_us": None if each.recorder is None else round(worst[2], 1),
-        "peak_mib": round(worst[3], 1) if device.type == "cuda" else None,
+        "peak_mib": round(worst[2], 1) if device.type == "cuda" else None,
     }
 
 
 def _find_wait(
     run: Callable[[], None], recorder: Recorder, device: torch.device, groups: ParallelGroups
 ) -> float:
-    """Return the time in which the items of a step in lanes wait for collectives, without a trace.
+    """Return the time in which a step in lanes waits for collectives, on the worst rank, untraced.
 
     A trace slows steps of many small graphs, so that more of their communication is exposed.
     """
@@ -320,7 +323,7 @@ def _find_wait(
         waits = [span for span in recorder.collect() if span.stream == "exposed"]
         times_us.append(sum(span.duration_us for span in waits))
     recorder.enabled = False
-    return statistics.median(times_us)
+    return round(_worst([statistics.median(times_us)], groups)[0], 1)
 
 
 def _worst(values: Sequence[float], groups: ParallelGroups) -> list[float]:
