@@ -26,7 +26,7 @@ from benchmarks.graph_bench.case import (
     graph_case_name,
 )
 from benchmarks.graph_bench.variants import Variant, Workshop, unused_pool_bytes
-from halley.core.timeline import Recorder, union_us
+from halley.core.timeline import union_us
 from halley.cost.simulate import GraphTime
 from halley.distributed.mesh import ParallelGroups
 from halley.tools.candidates import measure_link
@@ -35,7 +35,6 @@ from halley.tools.timer import (
     Row,
     Timing,
     machine_keys,
-    start_together,
     time_interleaved,
     time_keys,
     to_float,
@@ -44,6 +43,7 @@ from halley.tools.tracing import exposed_comm_us, trace_step
 
 
 _TRACES = 3
+_HEAD_START_US = 300_000.0  # longer than the step of any model of this benchmark
 _SHOWN_NAMES = 4  # of gradients that differ
 Key = tuple[str, str]  # variant and setting
 
@@ -141,17 +141,10 @@ def _bench_case(
             )
         times = dict(zip(ready, timings.values(), strict=True))
         predicted = _predict(ready, case.num_microbatches)
-        # Before any trace: the first one slows the host in all later steps of the process.
-        waited_us = {
-            key: _find_wait(each.run, each.recorder, device, groups)
-            for key, each in ready.items()
-            if each.recorder is not None
-        }
         held_bytes = sum(each.held_bytes for each in ready.values())
         rows: list[Row] = []
         for key in _best_settings(keys, times):
             row = _workload(case, groups, key)
-            row["waited_us"] = waited_us.get(key)
             if key in ready:
                 row |= _figures(ready[key], times[key], predicted.get(key[0]), groups=groups)
                 others_bytes = held_bytes - ready[key].held_bytes
@@ -205,7 +198,7 @@ def _workload(case: GraphCase, groups: ParallelGroups, key: Key) -> Row:
     """Return a result line without its figures."""
     variant, setting = key
     is_plain = variant in (SEQUENTIAL, CHUNKED)
-    figures = "median_us p10_us p90_us floor_us exposed_comm_us comm_us waited_us predicted_us"
+    figures = "median_us p10_us p90_us floor_us exposed_comm_us comm_us predicted_us"
     figures += " predicted_exposed_us predicted_over_measured compile_s optimise_s plan_s peak_mib"
     figures += " max_rel_err bit_equal num_differing differing filled_windows"
     figures += " num_lanes moves_units planned_peak_bytes planned_total_bytes"
@@ -289,7 +282,14 @@ def _traced(
     exposed_us: list[float] = []
     comm_us: list[float] = []
     for _ in range(_TRACES):
-        spans = trace_step(each.run, rank=groups.rank, device=device, warmup=1, group=groups.world)
+        spans = trace_step(
+            each.run,
+            rank=groups.rank,
+            device=device,
+            warmup=1,
+            group=groups.world,
+            head_start_us=_HEAD_START_US,
+        )
         exposed_us.append(exposed_comm_us(spans))
         comm_us.append(union_us(span for span in spans if span.stream == "comm"))
     peak_mib = 0.0
@@ -306,24 +306,6 @@ def _traced(
         "comm_us": round(worst[1], 1),
         "peak_mib": round(worst[2], 1) if device.type == "cuda" else None,
     }
-
-
-def _find_wait(
-    run: Callable[[], None], recorder: Recorder, device: torch.device, groups: ParallelGroups
-) -> float:
-    """Return the time in which a step in lanes waits for collectives, on the worst rank, untraced.
-
-    A trace slows steps of many small graphs, so that more of their communication is exposed.
-    """
-    times_us: list[float] = []
-    recorder.enabled = True
-    for _ in range(_TRACES):
-        start_together(device, group=groups.world)
-        run()
-        waits = [span for span in recorder.collect() if span.stream == "exposed"]
-        times_us.append(sum(span.duration_us for span in waits))
-    recorder.enabled = False
-    return round(_worst([statistics.median(times_us)], groups)[0], 1)
 
 
 def _worst(values: Sequence[float], groups: ParallelGroups) -> list[float]:

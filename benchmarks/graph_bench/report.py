@@ -80,15 +80,15 @@ def graph_table(rows: list[Row]) -> Table:
     table = Table(
         title=f"Forward and backward on {first['num_gpus']} x {first['gpu']}: slowest rank, ms; "
         f"all-to-all {to_float(first['link_gb_per_s']):.1f} GB/s{slow}",
-        caption="speed: against the faster of sequential and none; exposed, comm: in a trace; "
-        "waited: by lanes, without a trace; predicted: its ratio to measured; planned: seconds of "
-        "the passes, with measuring and without, and of lanes from the first step to the plan; "
-        "MiB: ratio to none; error: against none, of the worst of loss and gradients; = same bits",
+        caption="speed: against the faster of sequential and none; predicted: its ratio to "
+        "measured; planned: seconds of the passes, with measuring and without, and of lanes "
+        "from the first step to the plan; MiB: ratio to none; error: against none, of the worst of "
+        "loss and gradients; = same bits",
     )
     for name in ("model", "variant", "inner"):
         table.add_column(name, no_wrap=True)
-    names = ("median", "p90", "speed", "exposed", "comm", "waited", "predicted", "compiled")
-    for name in (*names, "planned", "MiB", "error"):
+    names = ("median", "p90", "speed", "exposed", "comm", "predicted", "compiled", "planned")
+    for name in (*names, "MiB", "error"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*_graph_cells(row))
@@ -109,7 +109,6 @@ def _graph_cells(row: Row) -> list[str]:
         f"{to_float(row['speedup']):.3f}x" if row["speedup"] else "",
         format_ms(row["exposed_comm_us"]),
         format_ms(row["comm_us"]),
-        "" if row["waited_us"] is None else format_ms(row["waited_us"]),
         "" if ratio is None else f"{to_float(ratio):.3f}",
         f"{to_float(row['compile_s']):.1f}",
         parts,

@@ -56,7 +56,6 @@ class Variant:
         reports: of the graphs that the passes have changed.
         predicted: time of a step, by variant, from the lanes' plan.
         lanes: the step in lanes, which has the plan.
-        recorder: of the lanes' items; not enabled.
         held_bytes: memory that the variant holds between steps, such as that of CUDA graphs.
         planned_bytes: memory of a step by the lanes' plan, without values of the first variant.
         optimise_s: of lanes, time from the end of the first step to the plan.
@@ -68,7 +67,6 @@ class Variant:
     reports: tuple[OrderReport, ...] = ()
     predicted: tuple[tuple[str, GraphTime], ...] = ()
     lanes: LaneStep | None = None
-    recorder: Recorder | None = None
     held_bytes: int = 0
     planned_bytes: int = 0
     optimise_s: float = 0.0
@@ -177,13 +175,11 @@ class Workshop:
     def _prepare_lanes(self, variant: str) -> Variant:
         """Prepare the step in lanes; its values are those of the planned order."""
         is_divided = variant == DIVIDED
-        recorder = Recorder(self.device, enabled=False)
         lanes = compile_step(
             self.subject.whole,
             _NUM_DIVIDED if is_divided else self.case.num_microbatches,
             divides_batch=is_divided,
             inner=self.case.inner,
-            recorder=recorder,
             timeout_s=600.0,
         )
 
@@ -211,7 +207,6 @@ class Workshop:
             optimise_s=times_s[-1] - times_s[1],
             predicted=tuple(predicted),
             lanes=lanes,
-            recorder=recorder,
             planned_bytes=lanes.plan.total_bytes - self._value_bytes(),
         )
 

@@ -93,7 +93,7 @@ def compile_step(
         inner: compiler of the segments: "inductor", or "eager" for operators one by one. With
             "inductor", traced graphs are kept in the directory of Inductor's cache.
         recorder: records a span for each item, once there is a plan; waits are in the stream
-            "exposed".
+            "exposed". On a GPU, the items of one CUDA graph have one span.
         timeout_s: time that a rank waits for the others, in seconds.
 
     Example::

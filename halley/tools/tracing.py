@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _STEP = "halley_step"
 _GPU_MARK = "spin_kernel"  # name of the kernel of ``torch.cuda._sleep``
+_CYCLES_PER_US = 2000  # of a GPU at 2 GHz, the highest clock rate of current GPUs
 _PART_PREFIX = "halley::"
 _WAIT_OP = "_c10d_functional::wait_tensor"
 
@@ -38,6 +39,7 @@ def trace_step(
     device: torch.device | str,
     warmup: int = 2,
     group: dist.ProcessGroup | None = None,
+    head_start_us: float = 0.0,
 ) -> list[Span]:
     """Warm up a step, profile one run; return this rank's spans in order of start time. Collective.
 
@@ -53,6 +55,9 @@ def trace_step(
     Args:
         warmup: number of steps before the traced one; the last of them runs under the profiler.
         group: as for ``start_together``.
+        head_start_us: time by which the host is ahead of the GPU, which waits before the traced
+            step. A trace slows the host, which may then launch kernels too late; with a head start
+            as long as the step, the trace shows the step as if the host were never late.
     """
     device = torch.device(device)
     on_gpu = device.type == "cuda"
@@ -67,7 +72,7 @@ def trace_step(
         if warmup:
             step()
         start_together(device, group=group)
-        with _gpu_marks(device) if on_gpu else record_function(_STEP):
+        with _gpu_marks(device, head_start_us) if on_gpu else record_function(_STEP):
             step()
         # Profile until all ranks are done: a collective's event may end after its wait.
         start_together(device, group=group)
@@ -77,9 +82,12 @@ def trace_step(
 
 
 @contextmanager
-def _gpu_marks(device: torch.device) -> Generator[None]:
-    """Launch a kernel before and after the work of the ``with`` block, and wait for it."""
-    torch.cuda._sleep(1)
+def _gpu_marks(device: torch.device, head_start_us: float) -> Generator[None]:
+    """Launch a kernel before and after the work of the ``with`` block, and wait for it.
+
+    The first kernel takes at least ``head_start_us``.
+    """
+    torch.cuda._sleep(1 + round(head_start_us * _CYCLES_PER_US))
     yield
     torch.cuda.synchronize(device)
     torch.cuda._sleep(1)

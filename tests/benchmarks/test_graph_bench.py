@@ -82,10 +82,6 @@ def test_every_variant_gets_a_correct_result_line(run_ranks: RunRanks, tmp_path:
         ratio = rows[baseline]["median_us"] / row["median_us"]
         assert row["speedup"] == pytest.approx(ratio, abs=1e-4)
         assert row["exposed_comm_us"] > 0.0
-        if name in ("lanes", "divided"):
-            assert row["waited_us"] > 0.0
-        else:
-            assert row["waited_us"] is None
     assert rows["chunked"]["setting"] == "n=2"
     assert (rows["none"]["passes"], rows["wgrad"]["passes"]) == ("none", "wgrad")
     assert rows["wgrad"]["optimise_s"] > 0.0

@@ -211,3 +211,20 @@ def test_gpu_trace_has_a_row_for_each_stream_and_one_for_copies() -> None:
     assert all(s.stream.startswith("compute ") for s in (first, second))
     assert 0.0 < first.start_us < first.end_us <= second.start_us < copy.start_us
     assert exposed_comm_us(spans) == 0.0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_trace_with_a_head_start_has_no_delays_of_the_host() -> None:
+    x = torch.ones(1024, device="cuda")
+
+    def step() -> None:
+        for _ in range(20):
+            time.sleep(2e-3)
+            x.add_(1.0)
+
+    lengths_us: list[float] = []
+    for head_start_us in (0.0, 200_000.0):
+        spans = trace_step(step, rank=0, device="cuda", head_start_us=head_start_us)
+        lengths_us.append(spans[-1].end_us - spans[0].start_us)
+    assert lengths_us[0] > 30_000.0
+    assert lengths_us[1] < 5_000.0
