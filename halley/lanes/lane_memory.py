@@ -189,6 +189,7 @@ def predict_memory(
     result is more than that, but may be less than they need.
     """
     ends = _find_ends(items, order)
+    ends |= _gradient_ends(items, order, ends, memory.captured)
     # A gradient of the first microbatch counts to the end: it becomes ``.grad``, or ``.grad`` is a
     # copy of equal size.
     ends |= {(0, name): len(order) for item in items for name, _ in item.gradients}
@@ -207,6 +208,27 @@ def predict_memory(
         graph_bytes += max(graph_bytes // _GROWTH_DIVISOR, PIECE)
     total_bytes = memory.rest_bytes + graph_bytes + pool.small_bytes + peak
     return StepMemory(graph_bytes, total_bytes)
+
+
+def _gradient_ends(
+    items: Sequence[Item],
+    order: Order,
+    ends: Mapping[tuple[int, str], int],
+    captured: Container[int],
+) -> dict[tuple[int, str], int]:
+    """Return the position in ``order`` at which each gradient is freed: after a whole CUDA graph.
+
+    Captured items that follow each other are one graph; then its gradients are added to others.
+    """
+    graph_ends = list(range(len(order)))
+    for at in reversed(range(len(order) - 1)):
+        if order[at][1] in captured and order[at + 1][1] in captured:
+            graph_ends[at] = graph_ends[at + 1]
+    return {
+        (microbatch, name): graph_ends[ends.get((microbatch, name), at)]
+        for at, (microbatch, index) in enumerate(order)
+        for name, _ in items[index].gradients
+    }
 
 
 def _pool_step(

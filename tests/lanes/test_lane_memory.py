@@ -123,6 +123,25 @@ def test_graphs_need_gaps_between_their_tensors() -> None:
     assert predict_peak(items, storages, order) == 80 * MIB
 
 
+def test_gradients_of_one_graph_are_freed_together() -> None:
+    unit = Item(kind="unit", inputs=("saved",), needs=(0,), is_static=True)
+    items = [
+        Item(kind="segment", outputs=("saved",), is_static=True),
+        replace(unit, outputs=("b:first",), gradients=(("b:first", 0),)),
+        Item(kind="wait"),
+        replace(unit, outputs=("b:second",), gradients=(("b:second", 1),)),
+    ]
+    results = [(_new("saved", 100),), (_new("b:first", 40),), (), (_new("b:second", 50),)]
+    storages = _in_mib({(each, at): results[at] for each in (0, 1) for at in range(4)})
+    record = MemoryRecord(storages=storages, captured=frozenset({0, 1, 3}))
+    order = [(each, at) for each in (0, 1) for at in range(4)]
+    # The first microbatch leaves 90. With the wait between the units, the gradient of 40 is freed
+    # before the one of 50 is made.
+    assert predict_memory(items, record, order).graph_bytes == (90 + 100 + 50) * MIB
+    together = [(each, at) for each in (0, 1) for at in (0, 2, 1, 3)]
+    assert predict_memory(items, record, together).graph_bytes == (90 + 100 + 40 + 50) * MIB
+
+
 def test_graphs_follow_the_recorded_allocations() -> None:
     """A temporary of 40 finds no place where one of 30 was, because the result is behind it."""
     items = [Item(kind="segment", outputs=("a",), is_static=True)]
