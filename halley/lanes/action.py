@@ -1,11 +1,12 @@
-"""The actions of a step: items of a microbatch, or several items that run as one CUDA graph."""
+"""The actions of a step: single items, or items of any microbatches that run as one CUDA graph."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
 from typing import Any
 
+from halley.lanes.cut import Item
 from halley.lanes.segment_compiler import Call
 
 
@@ -14,7 +15,7 @@ Value = tuple[int, str]  # a microbatch and the name of one of its values
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """One item of one microbatch, or several that run as one CUDA graph."""
+    """One item of one microbatch, or items of any microbatches that run as one CUDA graph."""
 
     name: str  # of the span that it records
     stream: str
@@ -25,8 +26,9 @@ class Action:
     results: tuple[Value, ...]
     is_read: tuple[bool, ...]  # for each result, whether a later action or the caller reads it
     gradients: tuple[tuple[int, int], ...]  # index of a result, and position of its parameter
-    # Of a CUDA graph: indices of the results whose memory nothing else uses until the next step.
-    lasting: frozenset[int] = frozenset()
+    parts: "tuple[Action, ...]" = ()  # the actions that ``join`` has joined
+    # Of a CUDA graph: for each result, whether nothing else uses its memory until the next step.
+    lasts: Sequence[bool] = ()
 
 
 def take(action: Action, values: dict[Value, Any]) -> list[Any]:
@@ -38,6 +40,26 @@ def take(action: Action, values: dict[Value, Any]) -> list[Any]:
         values.pop(value) if is_last else values[value]
         for value, is_last in zip(action.reads, action.last_reads, strict=True)
     ]
+
+
+def group_items(
+    items: Sequence[Item], order: Sequence[tuple[int, int]], captured: Container[int]
+) -> list[list[tuple[int, int]]]:
+    """Return the (microbatch, item index) pairs of ``order``, those of one CUDA graph together.
+
+    Items of the indices ``captured`` are one graph if they follow each other. A graph begins with
+    copies of all results of other items that it reads. So that these exist for a short time only,
+    an item that reads one begins a new graph.
+    """
+    copied = {name for at, item in enumerate(items) if at not in captured for name in item.outputs}
+    groups: list[list[tuple[int, int]]] = []
+    for each in order:
+        follows = bool(groups) and each[1] in captured and groups[-1][-1][1] in captured
+        if follows and copied.isdisjoint(items[each[1]].inputs):
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    return groups
 
 
 def join(parts: Sequence[Action]) -> Action:
@@ -57,29 +79,26 @@ def join(parts: Sequence[Action]) -> Action:
         for part in parts
         for value, each in zip(part.results, part.is_read, strict=True)
     )
+    indices = {at for at, _ in gradients}
+    returned = {value for at, value in enumerate(results) if is_read[at] or at in indices}
     first, *others = (part.name for part in parts)
     return replace(
         parts[0],
         name=f"{first}+{len(others)}" if others else first,
-        call=partial(_call_parts, parts, (*reads,), _returned(is_read, gradients)),
+        call=partial(_call_parts, parts, (*reads,), returned),
         reads=(*reads,),
         last_reads=(*reads.values(),),
         results=results,
         is_read=is_read,
         gradients=tuple(gradients),
+        parts=(*parts,),
     )
 
 
-def _returned(is_read: Sequence[bool], gradients: Sequence[tuple[int, int]]) -> list[bool]:
-    """Return for each result whether an action must return it."""
-    indices = {at for at, _ in gradients}
-    return [each or at in indices for at, each in enumerate(is_read)]
-
-
 def _call_parts(
-    parts: Sequence[Action], reads: Sequence[Value], returned: Sequence[bool], values: list[Any]
+    parts: Sequence[Action], reads: Sequence[Value], returned: Container[Value], values: list[Any]
 ) -> list[Any]:
-    """Run ``parts``; return the results of all, with None for those that nothing reads later.
+    """Run ``parts``; return the results of all, with None for those that are not ``returned``.
 
     Each value is freed after the part that reads it last, as in the prediction of memory.
     """
@@ -87,14 +106,11 @@ def _call_parts(
     values.clear()
     results: list[Any] = []
     for part in parts:
-        made = _call_part(part, found)
-        keeps = returned[len(results) : len(results) + len(made)]
-        results += [each if keep else None for each, keep in zip(made, keeps, strict=True)]
-        del made
+        results += _call_part(part, found, returned)
     return results
 
 
-def _call_part(part: Action, found: dict[Value, Any]) -> Sequence[Any]:
+def _call_part(part: Action, found: dict[Value, Any], returned: Container[Value]) -> list[Any]:
     args = take(part, found)
     inputs = [*args]  # alive during the call, as in the record of memory
     results = part.call(args)
@@ -104,4 +120,5 @@ def _call_part(part: Action, found: dict[Value, Any]) -> Sequence[Any]:
         for value, result, is_read in zip(part.results, results, part.is_read, strict=True)
         if is_read
     }
-    return results
+    named = zip(part.results, results, strict=True)
+    return [result if value in returned else None for value, result in named]

@@ -47,7 +47,7 @@ class Item:
     outputs: tuple[str, ...] = ()
     needs: tuple[int, ...] = ()  # indices of the items that produce the inputs
     gradients: tuple[tuple[str, int], ...] = ()
-    is_static: bool = False  # whether all sizes of computation or a sum are known before it runs
+    is_static: bool = False  # whether all sizes of a segment, unit or sum are known before it runs
     has_rows: bool = False  # whether a "wait" returns rows and not counts, which are int64
     lanes: Lanes = "own"  # whose values a "sum" adds: those of "earlier" lanes, or of "all"
 

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import compress, groupby
 from typing import Any, final
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 
 from halley.compiler.graph_analysis import is_grouped_gemm
 from halley.core.timeline import Recorder
-from halley.lanes.action import Action, Value, join, take
+from halley.lanes.action import Action, Value, group_items, join, take
 from halley.lanes.cut import Item, Lanes
 from halley.lanes.item_clock import ItemClock, item_name
 from halley.lanes.segment_compiler import Call
@@ -33,8 +32,8 @@ class Executor:
     Args:
         loss: name of the loss among the items' outputs.
         captures: whether the first step captures items of static shapes as CUDA graphs.
-        joins: whether such items are one action, so one CUDA graph, if they follow each other in
-            ``order``. The host launches it in less time than a graph for each item.
+        joins: whether ``group_items`` decides which of these items are one CUDA graph. The host
+            launches it in less time than a graph for each item.
         graph_bytes: predicted bytes of the memory of these graphs.
         sm_margins: number of SMs that dense and grouped GEMMs leave free for communication.
     """
@@ -55,7 +54,8 @@ class Executor:
         self._loss = loss
         num_microbatches = len({microbatch for microbatch, _ in order})
         read_later: set[Value] = {(microbatch, loss) for microbatch, _ in order}
-        actions: list[Action] = []
+        captured = {index for index, item in enumerate(items) if can_capture(item)}
+        actions: dict[tuple[int, int], Action] = {}
         for microbatch, index in reversed(order):
             item = items[index]
             is_read = tuple((microbatch, name) in read_later for name in item.outputs)
@@ -66,25 +66,25 @@ class Executor:
             call = calls[index] if item.lanes == "own" else partial(_sum, item.lanes)
             if num_sms := sm_margins[_has_grouped_gemm(item)]:
                 call = partial(_leave_sms, num_sms, call)
-            actions.append(
-                Action(
-                    name=item_name(microbatch, index, item.kind),
-                    stream={"wait": "exposed", "host": "host"}.get(item.kind, "compute"),
-                    call=call,
-                    can_capture=can_capture(item),
-                    reads=reads,
-                    last_reads=last_reads,
-                    results=tuple((microbatch, name) for name in item.outputs),
-                    is_read=is_read,
-                    gradients=tuple(
-                        (item.outputs.index(name), position) for name, position in item.gradients
-                    ),
-                )
+            actions[microbatch, index] = Action(
+                name=item_name(microbatch, index, item.kind),
+                stream={"wait": "exposed", "host": "host"}.get(item.kind, "compute"),
+                call=call,
+                can_capture=index in captured,
+                reads=reads,
+                last_reads=last_reads,
+                results=tuple((microbatch, name) for name in item.outputs),
+                is_read=is_read,
+                gradients=tuple(
+                    (item.outputs.index(name), position) for name, position in item.gradients
+                ),
             )
-        self._actions: list[Action] = []
-        for is_captured, group in groupby(actions[::-1], key=lambda action: action.can_capture):
-            members = [*group]
-            self._actions += [join(members)] if joins and is_captured else members
+        self._actions = [actions[each] for each in order]
+        if joins:
+            self._actions = []
+            for group in group_items(items, order, captured):
+                members = [actions[each] for each in group]
+                self._actions += [join(members)] if members[0].can_capture else members
         self._captures, self._graph_bytes = captures, graph_bytes
         self._captured: list[Action] = []
         self._graphs: SegmentGraphs | None = None  # keeps the memory that all graphs use
@@ -138,20 +138,23 @@ class Executor:
 
         Later steps use the actions if they have all run and the parameters have these addresses.
         """
-        if self._graphs:  # free the memory of the old graphs, which may still run
-            torch.cuda.synchronize()
-            self._captured, self._graphs = [], None
+        self.release()
         self._graphs = graphs = SegmentGraphs(self._graph_bytes)
         captured: list[Action] = []
         fixed = {each for each, value in values.items() if isinstance(value, nn.Parameter)}
-        for action in self._actions:
+        waiting = self._actions[::-1]
+        while waiting:
+            action = waiting.pop()
+            # A graph cannot read CPU tensors. So only the part that reads one runs without a graph.
+            if len(action.parts) > 1 and any(map(_is_on_cpu, map(values.get, action.reads))):
+                waiting += action.parts[::-1]
+                continue
             if action.can_capture:
                 first = _first_gradients(action, parameters)
                 try:
-                    arguments = _lend(action, values, fixed)
+                    arguments = _hand_over(action, values, fixed)
                     call, lasts = graphs.capture(action.call, *arguments, kept=first)
-                    lasting = compress(range(len(lasts)), lasts)
-                    action = replace(action, call=call, lasting=frozenset(lasting))
+                    action = replace(action, call=call, lasts=lasts)
                     fixed.update(action.results)
                 except RuntimeError as error:
                     text = f"halley runs item {action.name} without a CUDA graph: {error}"
@@ -161,14 +164,25 @@ class Executor:
             yield action
         self._captured, self._addresses = captured, addresses
 
+    def release(self) -> None:
+        """Free the memory of the CUDA graphs; move each ``.grad`` that has it to other memory."""
+        _copy_lent(self._lent)
+        if self._graphs:
+            torch.cuda.synchronize()  # the graphs may still run
+            self._captured, self._graphs = [], None
 
-def _lend(
+
+def _is_on_cpu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_cuda
+
+
+def _hand_over(
     action: Action, values: dict[Value, Any], fixed: Container[Value]
 ) -> tuple[list[Any], list[bool]]:
     """Return the arguments of an action, and for each whether it keeps its address.
 
-    Of such arguments that no later action reads, ``values`` keeps the memory's address only: so a
-    capture of the action frees them after their last use.
+    ``values`` keeps only the addresses of those that do and that no later action reads. So their
+    memory is free once a capture of the action has used them.
     """
     arguments = [values[each] for each in action.reads]
     for value, is_last in zip(action.reads, action.last_reads, strict=True):
@@ -180,7 +194,7 @@ def _lend(
 def _call_and_copy(call: Call, values: list[Any]) -> list[Any]:
     """Call an action's function; copy results that have the memory of an argument.
 
-    After ``_lend``, later captures may use that memory.
+    ``_hand_over`` has given this memory back, so graphs of later items may use it.
     """
     storages = {each.untyped_storage()._cdata for each in values if isinstance(each, torch.Tensor)}
     return [
@@ -265,7 +279,7 @@ def _run(
                 results[at],
                 position=position,
                 microbatch=action.results[at][0],
-                lasts=at in action.lasting,
+                lasts=bool(action.lasts) and action.lasts[at],
             )
     for value, result, is_read in zip(action.results, results, action.is_read, strict=True):
         if is_read:
@@ -300,7 +314,8 @@ class _Gradients:
         early = self.early.setdefault(position, {})
         early[microbatch] = gradient
         while (first := self.next.get(position, 0)) in early:
-            self._give(self.parameters[position], early.pop(first), lasts=lasts)
+            lasts_now = lasts and first == microbatch
+            self._give(self.parameters[position], early.pop(first), lasts=lasts_now)
             self.next[position] = first + 1
 
     def _give(self, parameter: torch.Tensor, gradient: torch.Tensor, *, lasts: bool) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import nn
 
+from halley.lanes.action import group_items
 from halley.lanes.allocations import Allocations, record_allocations
 from halley.lanes.cut import Item
 from halley.lanes.executor import Order
@@ -218,12 +219,11 @@ def _gradient_ends(
 ) -> dict[tuple[int, str], int]:
     """Return the position in ``order`` at which each gradient is freed: after a whole CUDA graph.
 
-    Captured items that follow each other are one graph; then its gradients are added to others.
+    Only after a graph are its gradients added to ``.grad``, or to those of other microbatches.
     """
-    graph_ends = list(range(len(order)))
-    for at in reversed(range(len(order) - 1)):
-        if order[at][1] in captured and order[at + 1][1] in captured:
-            graph_ends[at] = graph_ends[at + 1]
+    graph_ends: list[int] = []
+    for group in group_items(items, order, captured):
+        graph_ends += [len(graph_ends) + len(group) - 1] * len(group)
     return {
         (microbatch, name): graph_ends[ends.get((microbatch, name), at)]
         for at, (microbatch, index) in enumerate(order)
@@ -290,15 +290,19 @@ def _copied_bytes(items: Sequence[Item], memory: MemoryRecord) -> dict[tuple[int
     }
 
 
-def predict_peak(items: Sequence[Item], storages: Storages, order: Order) -> int:
+def predict_peak(
+    items: Sequence[Item], storages: Storages, order: Order, captured: Container[int] = ()
+) -> int:
     """Return the largest number of bytes of values that are alive after an item of ``order``.
 
     A value is alive until its last reader has run, and an input of a collective until its wait. A
     unit that runs later keeps its operands alive. A gradient is alive until the same gradient of
-    all earlier microbatches is there. Inputs of the step (parameters and the batch), ``.grad``, and
+    all earlier microbatches is there, and until its CUDA graph has run if ``captured`` has the
+    index of its item. Inputs of the step (parameters and the batch), ``.grad``, and
     memory inside of items are not counted.
     """
     ends = _find_ends(items, order)
+    ends |= _gradient_ends(items, order, ends, captured)
     return max(0, *_alive_bytes(items, storages, order, ends, range(len(items))))
 
 

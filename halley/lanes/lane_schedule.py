@@ -92,7 +92,7 @@ def plan_lanes(
         makers.append(makers[fastest])
         orders.append(improved)
         times.append(predict(items, durations_us, improved, contention, shares))
-    peaks = [predict_peak(items, memory.storages, order) for order in orders]
+    peaks = [predict_peak(items, memory.storages, order, memory.captured) for order in orders]
     allowed = [at for at, peak in enumerate(peaks) if max_bytes is None or peak <= max_bytes]
     if not allowed:
         raise ValueError(

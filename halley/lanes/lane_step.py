@@ -302,6 +302,7 @@ class _Program:
             self._measured.append(spans)
         if len(self._measured) == _NUM_MEASURED_STEPS:
             measured, self._measured = self._measured, []
+            self._executor.release()
             self.plan = plan = self._share_plan(measured)
             self._executor = Executor(
                 self.items,
@@ -309,7 +310,7 @@ class _Program:
                 plan.order,
                 loss=self._loss,
                 captures=self._captures,
-                joins=True,
+                joins=self._captures,
                 graph_bytes=plan.graph_bytes,
                 sm_margins=plan.sm_margins,
             )

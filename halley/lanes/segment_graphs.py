@@ -4,7 +4,6 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import cache
 from typing import Any, final
 
 import torch
@@ -25,10 +24,10 @@ def can_capture(item: Item) -> bool:
 class SegmentGraphs:
     """Captures items as CUDA graphs, which share a memory pool and replay in the order of capture.
 
-    A CUDA graph has the addresses of its tensors. So each microbatch and item has a graph of its
-    own, which copies inputs whose addresses may change. A graph may use the memory of values whose
-    last reader comes earlier in the order: the order is the same in each step. So a replay returns
-    tensors that do not own their memory.
+    A CUDA graph has the addresses of its tensors. So no item has the graph of another microbatch's
+    item, and a graph copies inputs whose addresses may change. It may use the memory of values
+    whose last reader comes earlier in the order: the order is the same in each step. So a replay
+    returns tensors that do not own their memory.
 
     Args:
         num_bytes: expected size of the pool, which then is one piece. Else torch allocates a piece
@@ -37,15 +36,17 @@ class SegmentGraphs:
 
     def __init__(self, num_bytes: int) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = _capture_stream(torch.cuda.current_device())
+        self._stream = torch.cuda.Stream()
         gc.collect()  # frees CUDA objects now: freeing them during a capture would break it
+        # cuBLAS keeps a workspace for each stream that it has used: also in pools without graphs.
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()  # the pool needs the memory that earlier steps have freed
         size = {"dtype": torch.uint8, "device": "cuda"}
         self._first: list[torch.cuda.CUDAGraph] = []
         # If these two find no memory, torch allocates memory as the graphs need it.
         with suppress(torch.OutOfMemoryError):
-            # The first GEMM of a stream allocates the workspace of cuBLAS. torch 2.11 never frees
-            # it: as a part of the large piece, it would keep the piece when graphs are made again.
+            # The first GEMM of a stream allocates the workspace of cuBLAS. As a part of the large
+            # piece, it would take the place of a tensor.
             self._first += [self._record(lambda: torch.mm(*torch.ones(2, 16, 16, device="cuda")))]
             self._first += [self._record(lambda: torch.zeros(max(num_bytes, 1), **size))]
 
@@ -66,8 +67,9 @@ class SegmentGraphs:
     ) -> tuple[Call, list[bool]]:
         """Capture ``call`` as a CUDA graph without running it; return a function that replays it.
 
-        The first replay must come before the next capture. Its results own their memory, and the
-        caller must keep them until their last reader has run: then later captures may use it.
+        The first replay must come before the next capture. Its results own their memory. The caller
+        must keep them until their last reader has run, or has been captured if it is captured too:
+        then later captures may use the memory.
 
         Args:
             values: tensors of the shapes to capture. ``call`` gets this list, with copies, and may
@@ -93,12 +95,12 @@ class SegmentGraphs:
                 if not is_fixed:
                     values[at] = values[at].new_empty_strided(values[at].shape, values[at].stride())
                     copied.append((at, share_memory(values[at])))
-            # References keep the ids of storages that ``call`` frees from being used again.
+            # While these weak references exist, no new storage gets the id of a freed one.
             storages.extend(StorageWeakRef(each) for each in _storages(values))
             owned.append(call(values))
 
         graph = self._record(run)
-        num_users = Counter([each.cdata for each in storages])
+        num_users = Counter(each.cdata for each in storages)
         num_users.update(each._cdata for each in _storages(owned[0]))
         lasts = [
             is_kept and num_users[each.untyped_storage()._cdata] == 1
@@ -118,12 +120,6 @@ class SegmentGraphs:
         return replay, lasts
 
 
-@cache
-def _capture_stream(device: int) -> torch.cuda.Stream:
-    """Return one stream for all captures: cuBLAS has a workspace of 32 MiB for each stream."""
-    return torch.cuda.Stream(device)
-
-
 def _storages(values: Iterable[Any]) -> list[torch.UntypedStorage]:
     return [each.untyped_storage() for each in values if isinstance(each, torch.Tensor)]
 
@@ -131,8 +127,8 @@ def _storages(values: Iterable[Any]) -> list[torch.UntypedStorage]:
 def share_memory(value: Any) -> Any:
     """Return a tensor with the memory of another one, which it does not own.
 
-    The memory must be that of a CUDA graph's pool, which stays mapped as long as the graph exists.
-    So numbers and CPU tensors are returned as they are.
+    The memory must be that of a CUDA graph's pool, which stays mapped as long as the graph exists,
+    or of a parameter. Numbers and CPU tensors are returned as they are.
     """
     if not isinstance(value, torch.Tensor) or not value.is_cuda:
         return value

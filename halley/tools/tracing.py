@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _STEP = "halley_step"
 _GPU_MARK = "spin_kernel"  # name of the kernel of ``torch.cuda._sleep``
-_CYCLES_PER_US = 2000  # of a GPU at 2 GHz, the highest clock rate of current GPUs
+_CYCLES_PER_US = 2000  # of a GPU at 2 GHz; a GPU with a higher clock rate waits for less time
 _PART_PREFIX = "halley::"
 _WAIT_OP = "_c10d_functional::wait_tensor"
 
@@ -55,9 +55,9 @@ def trace_step(
     Args:
         warmup: number of steps before the traced one; the last of them runs under the profiler.
         group: as for ``start_together``.
-        head_start_us: time by which the host is ahead of the GPU, which waits before the traced
-            step. A trace slows the host, which may then launch kernels too late; with a head start
-            as long as the step, the trace shows the step as if the host were never late.
+        head_start_us: time that the GPU waits before the traced step, while the host launches its
+            kernels. A trace slows the host; without a head start it may launch kernels too late. It
+            is ahead until it reads a result, and by the about 1000 launches that CUDA queues.
     """
     device = torch.device(device)
     on_gpu = device.type == "cuda"
@@ -72,22 +72,32 @@ def trace_step(
         if warmup:
             step()
         start_together(device, group=group)
-        with _gpu_marks(device, head_start_us) if on_gpu else record_function(_STEP):
+        if on_gpu and head_start_us:
+            _delay_gpus(device, head_start_us, group)
+        with _gpu_marks(device) if on_gpu else record_function(_STEP):
             step()
         # Profile until all ranks are done: a collective's event may end after its wait.
         start_together(device, group=group)
     events = list(profiler.events() or [])
-    spans = (_cuda_spans if on_gpu else _cpu_spans)(events, rank=rank)
+    spans = (
+        _cuda_spans(events, rank=rank, has_delay=head_start_us > 0.0)
+        if on_gpu
+        else _cpu_spans(events, rank=rank)
+    )
     return sorted(spans, key=lambda span: span.start_us)
 
 
-@contextmanager
-def _gpu_marks(device: torch.device, head_start_us: float) -> Generator[None]:
-    """Launch a kernel before and after the work of the ``with`` block, and wait for it.
+def _delay_gpus(device: torch.device, delay_us: float, group: dist.ProcessGroup | None) -> None:
+    """Let the GPUs of all ranks wait, and begin their next work at the same time."""
+    torch.cuda._sleep(round(delay_us * _CYCLES_PER_US))
+    if dist.is_initialized():  # clocks of two GPUs may differ by a percent
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
-    The first kernel takes at least ``head_start_us``.
-    """
-    torch.cuda._sleep(1 + round(head_start_us * _CYCLES_PER_US))
+
+@contextmanager
+def _gpu_marks(device: torch.device) -> Generator[None]:
+    """Launch a kernel before and after the work of the ``with`` block, and wait for it."""
+    torch.cuda._sleep(1)
     yield
     torch.cuda.synchronize(device)
     torch.cuda._sleep(1)
@@ -97,14 +107,15 @@ def _is_on_device(event: FunctionEvent) -> bool:
     return event.device_type.name != "CPU"
 
 
-def _cuda_spans(events: list[FunctionEvent], *, rank: int) -> list[Span]:
+def _cuda_spans(events: list[FunctionEvent], *, rank: int, has_delay: bool) -> list[Span]:
     marks = [each.time_range for each in events if _GPU_MARK in each.name]
-    if len(marks) != 2:
+    num_marks = 2 + has_delay
+    if len(marks) != num_marks:
         raise RuntimeError(
-            f"the trace must have 2 kernels of torch.cuda._sleep, which mark the step, and has "
-            f"{len(marks)}: the step must not call it"
+            f"the trace must have {num_marks} kernels of torch.cuda._sleep, and has {len(marks)}: "
+            "the step must not call it"
         )
-    first, last = marks
+    *_, first, last = sorted(marks, key=lambda mark: mark.start)
     spans: list[Span] = []
     for event in events:
         if not _is_on_device(event) or not first.end <= event.time_range.start < last.start:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from halley.lanes.action import Action, Value, join, take
+from halley.lanes.action import Action, Value, group_items, join, take
+from halley.lanes.cut import Item
 
 
 def _action(
@@ -87,3 +88,22 @@ def test_one_joined_action_is_the_action() -> None:
     joined = join([single])
     assert (joined.name, joined.reads, joined.is_read) == (single.name, single.reads, (True,))
     assert joined.call([torch.tensor(1)]) == [torch.tensor(2)]
+
+
+def test_items_that_read_copies_begin_a_new_graph() -> None:
+    items = [
+        Item(kind="segment", outputs=("a",)),
+        Item(kind="unit", inputs=("a",), outputs=("b",)),
+        Item(kind="wait", outputs=("rows",)),
+        Item(kind="unit", inputs=("a", "rows")),
+        Item(kind="unit", inputs=("b",)),
+    ]
+    order = [(0, 0), (1, 0), (1, 1), (0, 2), (1, 2), (0, 3), (0, 1), (1, 3), (0, 4), (1, 4)]
+    assert group_items(items, order, {0, 1, 3, 4}) == [
+        [(0, 0), (1, 0), (1, 1)],
+        [(0, 2)],
+        [(1, 2)],
+        [(0, 3), (0, 1)],
+        [(1, 3), (0, 4), (1, 4)],
+    ]
+    assert group_items(items, order, ()) == [[each] for each in order]

@@ -61,3 +61,19 @@ def test_gradients_with_lasting_memory_become_grad_and_outlive_the_next_step() -
     memory.zero_()  # and computes other gradients in this memory
     assert torch.equal(first.grad, torch.full((2, 3), 3.0))
     assert lent == []
+
+
+def test_an_early_gradient_of_another_microbatch_is_copied() -> None:
+    taken: list[torch.Tensor | None] = []
+
+    def take_gradient(parameter: torch.Tensor) -> None:
+        taken.append(parameter.grad)
+        parameter.grad = None
+
+    parameter, early = nn.Parameter(torch.zeros(2, 3)), torch.full((2, 3), 2.0)
+    parameter.register_post_accumulate_grad_hook(take_gradient)
+    gradients = executor._Gradients([parameter], lent=[])
+    gradients.add(early, position=0, microbatch=1)
+    gradients.add(torch.ones(2, 3), position=0, microbatch=0, lasts=True)
+    early.zero_()  # a later graph of the step uses the memory
+    assert [each.mean().item() for each in taken if each is not None] == [1.0, 2.0]

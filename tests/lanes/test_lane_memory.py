@@ -140,6 +140,8 @@ def test_gradients_of_one_graph_are_freed_together() -> None:
     assert predict_memory(items, record, order).graph_bytes == (90 + 100 + 50) * MIB
     together = [(each, at) for each in (0, 1) for at in (0, 2, 1, 3)]
     assert predict_memory(items, record, together).graph_bytes == (90 + 100 + 40 + 50) * MIB
+    assert predict_peak(items, storages, together) == 100 * MIB
+    assert predict_peak(items, storages, together, record.captured) == 140 * MIB
 
 
 def test_graphs_follow_the_recorded_allocations() -> None:
