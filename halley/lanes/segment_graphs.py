@@ -38,15 +38,14 @@ class SegmentGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
         gc.collect()  # frees CUDA objects now: freeing them during a capture would break it
-        # cuBLAS keeps a workspace for each stream that it has used: also in pools without graphs.
-        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()  # the pool needs the memory that earlier steps have freed
         size = {"dtype": torch.uint8, "device": "cuda"}
         self._first: list[torch.cuda.CUDAGraph] = []
         # If these two find no memory, torch allocates memory as the graphs need it.
         with suppress(torch.OutOfMemoryError):
-            # The first GEMM of a stream allocates the workspace of cuBLAS. As a part of the large
-            # piece, it would take the place of a tensor.
+            # The first GEMM of a stream allocates the workspace of cuBLAS. torch 2.11 never frees
+            # it: as a part of the large piece, it would keep the piece when graphs are made again.
+            # On a stream of an earlier pool, the workspace would be in that pool, which is freed.
             self._first += [self._record(lambda: torch.mm(*torch.ones(2, 16, 16, device="cuda")))]
             self._first += [self._record(lambda: torch.zeros(max(num_bytes, 1), **size))]
 
