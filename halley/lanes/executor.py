@@ -36,6 +36,8 @@ class Executor:
             launches it in less time than a graph for each item.
         graph_bytes: predicted bytes of the memory of these graphs.
         sm_margins: number of SMs that dense and grouped GEMMs leave free for communication.
+        lent: result of ``release`` of an executor that this one replaces. The first step moves
+            these tensors to other memory if they are still in use.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Executor:
         joins: bool = False,
         graph_bytes: int = 0,
         sm_margins: tuple[int, int] = (0, 0),
+        lent: Sequence[weakref.ref[torch.Tensor]] = (),
     ) -> None:
         check_order(items, order)
         self._loss = loss
@@ -90,7 +93,7 @@ class Executor:
         self._graphs: SegmentGraphs | None = None  # keeps the memory that all graphs use
         self._addresses: list[int] = []  # of the parameters, when the items were captured
         # The tensors of ``.grad`` of the last step that have the memory of a CUDA graph's results.
-        self._lent: list[weakref.ref[torch.Tensor]] = []
+        self._lent = [*lent]
 
     def run(
         self,
@@ -164,12 +167,12 @@ class Executor:
             yield action
         self._captured, self._addresses = captured, addresses
 
-    def release(self) -> None:
-        """Free the memory of the CUDA graphs; move each ``.grad`` that has it to other memory."""
-        _copy_lent(self._lent)
+    def release(self) -> list[weakref.ref[torch.Tensor]]:
+        """Free the CUDA graphs; return the tensors of ``.grad`` that still have their memory."""
         if self._graphs:
             torch.cuda.synchronize()  # the graphs may still run
             self._captured, self._graphs = [], None
+        return self._lent
 
 
 def _is_on_cpu(value: Any) -> bool:

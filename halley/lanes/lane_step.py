@@ -302,7 +302,7 @@ class _Program:
             self._measured.append(spans)
         if len(self._measured) == _NUM_MEASURED_STEPS:
             measured, self._measured = self._measured, []
-            self._executor.release()
+            lent = self._executor.release()
             self.plan = plan = self._share_plan(measured)
             self._executor = Executor(
                 self.items,
@@ -313,6 +313,7 @@ class _Program:
                 joins=self._captures,
                 graph_bytes=plan.graph_bytes,
                 sm_margins=plan.sm_margins,
+                lent=lent,
             )
         return torch.stack(losses)
 

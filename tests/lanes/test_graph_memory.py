@@ -1,11 +1,14 @@
 """Memory of CUDA graphs: blocks of the simulated pool, and gradients that have such memory."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from halley.core.timeline import Recorder
 from halley.lanes import executor
+from halley.lanes.cut import Item
 from halley.lanes.graph_pool import PoolModel
 
 
@@ -77,3 +80,20 @@ def test_an_early_gradient_of_another_microbatch_is_copied() -> None:
     gradients.add(torch.ones(2, 3), position=0, microbatch=0, lasts=True)
     early.zero_()  # a later graph of the step uses the memory
     assert [each.mean().item() for each in taken if each is not None] == [1.0, 2.0]
+
+
+def test_gradients_of_a_replaced_executor_move_before_its_memory_is_used_again() -> None:
+    code: Any = lambda values: [values[0].sum()]  # noqa: E731
+    items = [Item(kind="segment", inputs=("f:x",), outputs=("f:loss",))]
+    make = partial(executor.Executor, items, [code], [(0, 0)], loss="f:loss")
+    first = make()
+    parameter, memory = nn.Parameter(torch.zeros(2, 3)), torch.ones(2, 3)
+    executor._Gradients([parameter], lent=first._lent).add(
+        memory, position=0, microbatch=0, lasts=True
+    )
+    second = make(lent=first.release())
+    assert parameter.grad is not None
+    assert parameter.grad.data_ptr() == memory.data_ptr()
+    second.run([{"f:x": torch.ones(1)}], [], recorder=Recorder("cpu", enabled=False))
+    memory.zero_()  # graphs of the second executor use it
+    assert torch.equal(parameter.grad, torch.ones(2, 3))
