@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from halley.core.timeline import delay_gpu
 from halley.ops.sm_carveout import gemm_with_carveout
 
 
@@ -28,7 +29,7 @@ NUM_GEMMS = 10
 NUM_TRIALS = 7
 MARGINS = (0, 4, 8, 16, 24, 32)
 WORDS = 2**20
-BUSY_CYCLES = 2_000_000  # the host is ahead when the GPU begins
+HEAD_START_US = 1000.0  # the host is ahead when the GPU begins
 # Rows, columns and inner size; of weight gradients of experts also how many.
 DENSE = (
     (1024, 4096, 12288),
@@ -79,7 +80,7 @@ def time_us(gemm: Gemm, reserved_sms: int, *, num_programs: int, wait_us: float)
     for _ in range(NUM_TRIALS):
         begin, end, done = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         torch.cuda.synchronize()
-        torch.cuda._sleep(BUSY_CYCLES)
+        delay_gpu(HEAD_START_US)
         begin.record()
         if wait_us:
             side.wait_event(begin)

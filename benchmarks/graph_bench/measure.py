@@ -299,8 +299,7 @@ def _traced(
         torch.cuda.synchronize(device)
         own_bytes = torch.cuda.max_memory_allocated(device) + unused_pool_bytes(device)
         peak_mib = (own_bytes - others_bytes) / 2**20
-    figures = [statistics.median(exposed_us), statistics.median(comm_us), peak_mib]
-    worst = _worst(figures, groups)
+    worst = _worst([statistics.median(exposed_us), statistics.median(comm_us), peak_mib], groups)
     return {
         "exposed_comm_us": round(worst[0], 1),
         "comm_us": round(worst[1], 1),

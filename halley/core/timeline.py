@@ -19,6 +19,7 @@ from halley.core.validation import check_type, parse_device
 
 Interval = tuple[float, float]
 _Moment = int | torch.cuda.Event
+_CYCLES_PER_US = 2000  # clock cycles of a GPU at 2 GHz
 _POLL_LASTS_S = 1.0  # seconds after a ``poll`` in which a process counts as waiting
 
 
@@ -183,6 +184,14 @@ class Recorder:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+
+def delay_gpu(delay_us: float) -> None:
+    """Let the current CUDA stream wait, so that the host can launch its next kernels meanwhile.
+
+    The wait takes ``delay_us`` microseconds at a clock rate of 2 GHz, and longer at a lower one.
+    """
+    torch.cuda._sleep(round(delay_us * _CYCLES_PER_US))  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
 
 
 def total_us(spans: Iterable[Span]) -> float:

@@ -18,6 +18,7 @@ from typing import Protocol, cast, final
 
 import torch
 
+from halley.core.timeline import delay_gpu
 from halley.core.validation import build_record, check_fields, read_json_lines, show
 from halley.cost.hardware import Environment
 from halley.cost.simulate import Contention
@@ -27,7 +28,7 @@ _MAX_FILE_BYTES = 64 * 2**20  # of a file of profiles, whose lines have about 30
 _WARMUP = 10
 _COUNT = 10
 _FLUSH_BYTES = 64 * 2**20  # larger than the L2 cache of an A100, H100 or H200
-_BUSY_CYCLES = 1_000_000  # about 0.5 ms, in which the GPU waits and the host launches the run
+_HEAD_START_US = 500.0  # in which the GPU waits and the host launches the run
 _TRIALS = 5
 # Among the numbers of reserved SMs whose slowdown is within 2 % of the best, choose the smallest
 # number: with more reserved SMs, some GEMMs would need one more wave of CTAs.
@@ -91,7 +92,7 @@ def measure_us(run: Callable[[], object], *, device: torch.device) -> float:
     for _ in range(_COUNT):
         if device.type == "cuda":
             torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device).zero_()
-            torch.cuda._sleep(_BUSY_CYCLES)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+            delay_gpu(_HEAD_START_US)
         samples.append(run_us(run, device))
     return sum(sorted(samples)[1:-1]) / (_COUNT - 2)
 

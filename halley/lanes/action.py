@@ -10,6 +10,7 @@ from halley.lanes.cut import Item
 from halley.lanes.segment_compiler import Call
 
 
+Order = Sequence[tuple[int, int]]  # pairs of a microbatch and the index of an item
 Value = tuple[int, str]  # a microbatch and the name of one of its values
 
 
@@ -20,10 +21,10 @@ class Action:
     name: str  # of the span that it records
     stream: str
     call: Call
-    can_capture: bool
-    reads: tuple[Value, ...]
+    can_capture: bool  # as a CUDA graph
+    reads: tuple[Value, ...]  # the arguments of ``call``
     last_reads: tuple[bool, ...]  # for each of ``reads``, whether no later action reads it
-    results: tuple[Value, ...]
+    results: tuple[Value, ...]  # of ``call``
     is_read: tuple[bool, ...]  # for each result, whether a later action or the caller reads it
     gradients: tuple[tuple[int, int], ...]  # index of a result, and position of its parameter
     parts: "tuple[Action, ...]" = ()  # the actions that ``join`` has joined
@@ -43,13 +44,13 @@ def take(action: Action, values: dict[Value, Any]) -> list[Any]:
 
 
 def group_items(
-    items: Sequence[Item], order: Sequence[tuple[int, int]], captured: Container[int]
+    items: Sequence[Item], order: Order, captured: Container[int]
 ) -> list[list[tuple[int, int]]]:
-    """Return the (microbatch, item index) pairs of ``order``, those of one CUDA graph together.
+    """Divide an order into groups; each is one item, or items that become one CUDA graph.
 
-    Items of the indices ``captured`` are one graph if they follow each other. A graph begins with
-    copies of all results of other items that it reads. So that these exist for a short time only,
-    an item that reads one begins a new graph.
+    Items whose indices are in ``captured`` are one graph if they follow each other. At its start, a
+    graph copies the results of uncaptured items that it reads. So that the copies exist only for a
+    short time, an item that reads such a result begins a new graph.
     """
     copied = {name for at, item in enumerate(items) if at not in captured for name in item.outputs}
     groups: list[list[tuple[int, int]]] = []
@@ -84,7 +85,7 @@ def join(parts: Sequence[Action]) -> Action:
     first, *others = (part.name for part in parts)
     return replace(
         parts[0],
-        name=f"{first}+{len(others)}" if others else first,
+        name=f"{first} and {len(others)} more" if others else first,
         call=partial(_call_parts, parts, (*reads,), returned),
         reads=(*reads,),
         last_reads=(*reads.values(),),

@@ -13,16 +13,13 @@ from torch import nn
 
 from halley.compiler.graph_analysis import is_grouped_gemm
 from halley.core.timeline import Recorder
-from halley.lanes.action import Action, Value, group_items, join, take
+from halley.lanes.action import Action, Order, Value, group_items, join, take
 from halley.lanes.cut import Item, Lanes
 from halley.lanes.item_clock import ItemClock, item_name
 from halley.lanes.segment_compiler import Call
 from halley.lanes.segment_graphs import SegmentGraphs, can_capture, share_memory
 from halley.ops.gradient_hook import find_gradient_hook
 from halley.ops.sm_carveout import sm_carveout
-
-
-Order = Sequence[tuple[int, int]]  # pairs of a microbatch and the index of an item
 
 
 @final
@@ -32,8 +29,8 @@ class Executor:
     Args:
         loss: name of the loss among the items' outputs.
         captures: whether the first step captures items of static shapes as CUDA graphs.
-        joins: whether ``group_items`` decides which of these items are one CUDA graph. The host
-            launches it in less time than a graph for each item.
+        joins: whether items that ``group_items`` puts together become one CUDA graph, which the
+            host launches in less time than a graph for each item.
         graph_bytes: predicted bytes of the memory of these graphs.
         sm_margins: number of SMs that dense and grouped GEMMs leave free for communication.
         lent: result of ``release`` of an executor that this one replaces. The first step moves

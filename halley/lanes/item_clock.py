@@ -8,11 +8,9 @@ from typing import final
 
 import torch
 
-from halley.core.timeline import Recorder, Span
+from halley.core.timeline import Recorder, Span, delay_gpu
 
 
-# Clock cycles of a GPU in a microsecond at 2 GHz. A GPU with a lower clock rate waits longer.
-_CYCLES_PER_US = 2000
 _MARGIN = 1.5  # the waits of all ranks in multiples of rank 0's times, for ranks with a slower host
 _MAX_WAIT_US = 50_000.0  # a first call compiles, which may take seconds
 
@@ -62,7 +60,7 @@ class ItemClock:
         """Record the ``with`` block as the span of one item."""
         key = self._keys[span_item(name)[1]]
         if self._on_gpu and stream == "compute" and (wait_us := self._waits_us.get(key)):
-            torch.cuda._sleep(round(wait_us * _CYCLES_PER_US))
+            delay_gpu(wait_us)
         start_s = time.perf_counter()
         with self._recorder.span(name, stream=stream):
             yield

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import nn
 
-from halley.lanes.action import group_items
+from halley.lanes.action import Order, group_items
 from halley.lanes.allocations import Allocations, record_allocations
 from halley.lanes.cut import Item
-from halley.lanes.executor import Order
 from halley.lanes.graph_pool import PIECE, PoolModel
 from halley.lanes.segment_compiler import Call
 

@@ -16,8 +16,9 @@ from random import Random
 from typing import TypeVar, final
 
 from halley.cost.simulate import NO_CONTENTION, Contention, GraphTime
+from halley.lanes.action import Order
 from halley.lanes.cut import Item
-from halley.lanes.executor import Order, find_missing
+from halley.lanes.executor import find_missing
 from halley.lanes.lane_memory import MemoryRecord, predict_memory, predict_peak
 from halley.lanes.lane_times import overlapped, predict
 

@@ -320,7 +320,8 @@ class _Program:
     def _build_measured(self) -> Executor:
         """Return the executor of measured steps. On GPUs, items are CUDA graphs, as in later steps.
 
-        The kernels of a CUDA graph start with shorter gaps than those that Python launches.
+        The kernels of a CUDA graph start with shorter gaps than those that Python launches. Each
+        item is a graph here, which needs at most the forecast memory of joined ones.
         """
         memory = self._recorded.record(rest_bytes=self._rest_bytes)
         graph_bytes = predict_memory(self.items, memory, self._first_order).graph_bytes

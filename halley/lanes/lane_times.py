@@ -10,8 +10,8 @@ from halley.compiler.node_cost import arithmetic_us
 from halley.core.timeline import Span
 from halley.cost.hardware import Predictor
 from halley.cost.simulate import NO_CONTENTION, Contention, GraphTime, Operation, graph_time
+from halley.lanes.action import Order
 from halley.lanes.cut import Item
-from halley.lanes.executor import Order
 from halley.lanes.item_clock import span_item
 
 

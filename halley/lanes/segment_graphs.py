@@ -45,7 +45,8 @@ class SegmentGraphs:
         with suppress(torch.OutOfMemoryError):
             # The first GEMM of a stream allocates the workspace of cuBLAS. torch 2.11 never frees
             # it: as a part of the large piece, it would keep the piece when graphs are made again.
-            # On a stream of an earlier pool, the workspace would be in that pool, which is freed.
+            # So each pool has a stream of its own: on that of an earlier pool, the workspace would
+            # be in the memory of that pool, which may be freed.
             self._first += [self._record(lambda: torch.mm(*torch.ones(2, 16, 16, device="cuda")))]
             self._first += [self._record(lambda: torch.zeros(max(num_bytes, 1), **size))]
 

@@ -15,7 +15,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from halley.core.config import RunConfig
-from halley.core.timeline import Span, exposed_us, innermost, subtract, union, union_us
+from halley.core.timeline import Span, delay_gpu, exposed_us, innermost, subtract, union, union_us
 from halley.distributed.mesh import build_groups
 from halley.distributed.peers import all_gather_objects
 from halley.strategies.traceable import TraceableStrategy
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _STEP = "halley_step"
 _GPU_MARK = "spin_kernel"  # name of the kernel of ``torch.cuda._sleep``
-_CYCLES_PER_US = 2000  # of a GPU at 2 GHz; a GPU with a higher clock rate waits for less time
 _PART_PREFIX = "halley::"
 _WAIT_OP = "_c10d_functional::wait_tensor"
 
@@ -89,7 +88,7 @@ def trace_step(
 
 def _delay_gpus(device: torch.device, delay_us: float, group: dist.ProcessGroup | None) -> None:
     """Let the GPUs of all ranks wait, and begin their next work at the same time."""
-    torch.cuda._sleep(round(delay_us * _CYCLES_PER_US))
+    delay_gpu(delay_us)
     if dist.is_initialized():  # clocks of two GPUs may differ by a percent
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 

@@ -12,9 +12,10 @@ from torch import nn
 from benchmarks.graph_bench.gpt2_moe import Gate, TrainingLoss
 from halley.core.timeline import Recorder
 from halley.distributed.mesh import ParallelGroups
+from halley.lanes.action import Order
 from halley.lanes.capture import Capture
 from halley.lanes.cut import Item, cut_step
-from halley.lanes.executor import Executor, Order, one_after_another
+from halley.lanes.executor import Executor, one_after_another
 from halley.lanes.lane_schedule import schedules
 from halley.lanes.segment_compiler import SegmentCompiler
 from tests.compiler.model_case import build_narrow

@@ -72,7 +72,7 @@ def test_joined_actions_return_what_later_actions_and_gradients_need() -> None:
     assert joined.results == tuple(value for part in parts for value in part.results)
     assert joined.is_read == (False, True, False, True, False, False)
     assert joined.gradients == ((4, 7), (5, 8), (5, 9))
-    assert joined.name == "1.3.segment+2"
+    assert joined.name == "1.3.segment and 2 more"
 
     values: dict[Value, Any] = {(0, "x"): x, (1, "w"): weight}
     args = take(joined, values)

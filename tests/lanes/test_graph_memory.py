@@ -97,3 +97,11 @@ def test_gradients_of_a_replaced_executor_move_before_its_memory_is_used_again()
     second.run([{"f:x": torch.ones(1)}], [], recorder=Recorder("cpu", enabled=False))
     memory.zero_()  # graphs of the second executor use it
     assert torch.equal(parameter.grad, torch.ones(2, 3))
+
+
+def test_an_action_without_its_graph_keeps_no_memory_of_its_arguments() -> None:
+    x = torch.ones(2, 3)
+    view, new = executor._call_and_copy(lambda values: [values[0].t(), values[0] + 1.0], [x])
+    x.zero_()  # a graph of a later item uses the memory
+    assert torch.equal(view, torch.ones(3, 2))
+    assert torch.equal(new, torch.full((2, 3), 2.0))
