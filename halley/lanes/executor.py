@@ -31,6 +31,8 @@ class Executor:
         captures: whether the first step captures items of static shapes as CUDA graphs.
         joins: whether items that ``group_items`` puts together become one CUDA graph, which the
             host launches in less time than a graph for each item.
+        num_repeats: how often each CUDA graph runs before the run that is recorded, in each step
+            after the one that captures it. All runs have the same results.
         graph_bytes: predicted bytes of the memory of these graphs.
         sm_margins: number of SMs that dense and grouped GEMMs leave free for communication.
         lent: result of ``release`` of an executor that this one replaces. The first step moves
@@ -46,6 +48,7 @@ class Executor:
         loss: str,
         captures: bool = False,
         joins: bool = False,
+        num_repeats: int = 0,
         graph_bytes: int = 0,
         sm_margins: tuple[int, int] = (0, 0),
         lent: Sequence[weakref.ref[torch.Tensor]] = (),
@@ -86,6 +89,7 @@ class Executor:
                 members = [actions[each] for each in group]
                 self._actions += [join(members)] if members[0].can_capture else members
         self._captures, self._graph_bytes = captures, graph_bytes
+        self._num_repeats = num_repeats
         self._captured: list[Action] = []
         self._graphs: SegmentGraphs | None = None  # keeps the memory that all graphs use
         self._addresses: list[int] = []  # of the parameters, when the items were captured
@@ -152,16 +156,21 @@ class Executor:
             if action.can_capture:
                 first = _first_gradients(action, parameters)
                 try:
-                    arguments = _hand_over(action, values, fixed)
-                    call, lasts = graphs.capture(action.call, *arguments, kept=first)
-                    action = replace(action, call=call, lasts=lasts)
+                    arguments, is_fixed = _hand_over(action, values, fixed)
+                    # A graph that runs again needs its inputs, so it may not use their memory.
+                    inputs = [*arguments] if self._num_repeats else []
+                    call, lasts = graphs.capture(action.call, arguments, is_fixed, kept=first)
+                    del inputs
+                    repeats = self._num_repeats
+                    action = replace(action, call=call, lasts=lasts, num_repeats=repeats)
                     fixed.update(action.results)
                 except RuntimeError as error:
                     text = f"halley runs item {action.name} without a CUDA graph: {error}"
                     warnings.warn(text, stacklevel=6)
                     action = replace(action, call=partial(_call_and_copy, action.call))
             captured.append(action)
-            yield action
+            # The first results of a graph own their memory, so this step cannot drop them.
+            yield replace(action, num_repeats=0)
         self._captured, self._addresses = captured, addresses
 
     def release(self) -> list[weakref.ref[torch.Tensor]]:
@@ -272,6 +281,8 @@ def _run(
     recorder: Recorder | ItemClock,
 ) -> None:
     args = take(action, values)
+    for _ in range(action.num_repeats):
+        action.call(args)
     with recorder.span(action.name, stream=action.stream):
         results = action.call(args)
         for at, position in action.gradients:

@@ -42,6 +42,9 @@ from halley.ops.sharded_parameters import ShardedParameters
 # the second one records allocations. With several microbatches, both are in the first step.
 _NUM_FIRST_CALLS = 2
 _NUM_MEASURED_STEPS = 2
+# In the last measured step each CUDA graph runs this often before the run that is measured: after
+# a wait a GPU has a higher clock rate than in later steps, in which it computes all the time.
+_NUM_REPEATS = 4
 _RANKS_BATCH = {"halley::take_slots_by_weight"}  # operators whose results need the whole batch
 _ONE_AFTER_ANOTHER = "microbatches run one after another"
 
@@ -331,6 +334,7 @@ class _Program:
             self._first_order,
             loss=self._loss,
             captures=self._captures,
+            num_repeats=_NUM_REPEATS,
             graph_bytes=graph_bytes,
         )
 
