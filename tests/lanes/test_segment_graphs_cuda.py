@@ -13,10 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from halley.core.timeline import Recorder
 from halley.cost.simulate import NO_CONTENTION, Contention
 from halley.distributed.mesh import build_groups
 from halley.lanes import compile_step, lane_schedule, lane_step
 from halley.lanes.allocations import Allocations, record_allocations
+from halley.lanes.cut import Item
+from halley.lanes.executor import Executor
 from halley.lanes.segment_graphs import SegmentGraphs, can_capture, share_memory
 from halley.tools.layer_case import relative_error
 from tests.compiler.model_case import fresh_graphs
@@ -230,6 +233,38 @@ def test_cpu_tensors_are_no_part_of_a_graph() -> None:
     found = [each.item() for each in replay([])]
     del others
     assert found == [1, 7]
+
+
+def test_graphs_that_run_again_have_their_inputs_still() -> None:
+    torch.mm(*torch.ones(2, 2, 2, device="cuda"))  # a capture cannot create cuBLAS's handle
+    num_runs = torch.zeros(1, device="cuda")
+
+    def double(values: list[Any]) -> list[Any]:
+        return [2 * values.pop()]
+
+    def compute_loss(values: list[Any]) -> list[Any]:
+        num_runs.add_(1)
+        tripled = 3 * values.pop()  # frees the input, unless someone keeps it
+        return [(tripled + 1).mean()]  # the sum would get the memory of the input
+
+    items = [
+        Item(kind="segment", inputs=("x",), outputs=("y",), is_static=True),
+        Item(kind="segment", inputs=("y",), outputs=("loss",), needs=(0,), is_static=True),
+    ]
+    executor = Executor(
+        items,
+        [double, compute_loss],
+        [(0, 0), (0, 1)],
+        loss="loss",
+        captures=True,
+        num_repeats=3,
+    )
+    found: list[tuple[float, float]] = []
+    for step in range(3):
+        x = torch.full((2**20,), float(step), device="cuda")
+        (loss,) = executor.run([{"x": x}], [], recorder=Recorder("cuda", enabled=False))
+        found.append((loss.item(), num_runs.item()))
+    assert found == [(1.0, 1.0), (7.0, 5.0), (13.0, 9.0)]
 
 
 def test_shared_memory_is_written_by_its_owner_and_keeps_the_layout() -> None:
