@@ -30,7 +30,7 @@ class Action:
     parts: "tuple[Action, ...]" = ()  # the actions that ``join`` has joined
     # Of a CUDA graph: for each result, whether nothing else uses its memory until the next step.
     lasts: Sequence[bool] = ()
-    num_repeats: int = 0  # of a CUDA graph: how often it runs before the run that is recorded
+    is_graph: bool = False  # whether ``call`` replays a CUDA graph
 
 
 def take(action: Action, values: dict[Value, Any]) -> list[Any]:

@@ -31,8 +31,6 @@ class Executor:
         captures: whether the first step captures items of static shapes as CUDA graphs.
         joins: whether items that ``group_items`` puts together become one CUDA graph, which the
             host launches in less time than a graph for each item.
-        num_repeats: how often each CUDA graph runs before the run that is recorded, in each step
-            after the one that captures it. All runs have the same results.
         graph_bytes: predicted bytes of the memory of these graphs.
         sm_margins: number of SMs that dense and grouped GEMMs leave free for communication.
         lent: result of ``release`` of an executor that this one replaces. The first step moves
@@ -48,7 +46,6 @@ class Executor:
         loss: str,
         captures: bool = False,
         joins: bool = False,
-        num_repeats: int = 0,
         graph_bytes: int = 0,
         sm_margins: tuple[int, int] = (0, 0),
         lent: Sequence[weakref.ref[torch.Tensor]] = (),
@@ -89,7 +86,6 @@ class Executor:
                 members = [actions[each] for each in group]
                 self._actions += [join(members)] if members[0].can_capture else members
         self._captures, self._graph_bytes = captures, graph_bytes
-        self._num_repeats = num_repeats
         self._captured: list[Action] = []
         self._graphs: SegmentGraphs | None = None  # keeps the memory that all graphs use
         self._addresses: list[int] = []  # of the parameters, when the items were captured
@@ -102,12 +98,15 @@ class Executor:
         parameters: Sequence[Any],
         *,
         recorder: Recorder | ItemClock,
+        num_repeats: int = 0,
     ) -> list[torch.Tensor]:
         """Run all microbatches; add gradients to ``.grad`` or call hooks; return the losses.
 
         Args:
             inputs: for each microbatch, inputs of forward and the gradient of the loss, by name.
             parameters: values of the inputs of forward, by position.
+            num_repeats: how often each CUDA graph runs before the run that is recorded, with the
+                same results; not in a step that captures them. Needs ``joins=False``.
         """
         values = {
             (microbatch, name): value
@@ -124,7 +123,7 @@ class Executor:
             torch._C._DisableAutocast(),  # pyright: ignore[reportPrivateUsage]
         ):
             for action in self._with_graphs(values, parameters):
-                _run(action, values, gradients, recorder)
+                _run(action, values, gradients, recorder, num_repeats)
         return [values[microbatch, self._loss] for microbatch in range(len(inputs))]
 
     def _with_graphs(self, values: dict[Value, Any], parameters: Sequence[Any]) -> Iterable[Action]:
@@ -153,24 +152,24 @@ class Executor:
             if len(action.parts) > 1 and any(map(_is_on_cpu, map(values.get, action.reads))):
                 waiting += action.parts[::-1]
                 continue
+            is_graph = False
             if action.can_capture:
                 first = _first_gradients(action, parameters)
                 try:
                     arguments, is_fixed = _hand_over(action, values, fixed)
-                    # A graph that runs again needs its inputs, so it may not use their memory.
-                    inputs = [*arguments] if self._num_repeats else []
+                    # If it runs several times in a step, it may not write to its inputs' memory.
+                    inputs = [] if action.parts else [*arguments]
                     call, lasts = graphs.capture(action.call, arguments, is_fixed, kept=first)
                     del inputs
-                    repeats = self._num_repeats
-                    action = replace(action, call=call, lasts=lasts, num_repeats=repeats)
+                    action = replace(action, call=call, lasts=lasts)
                     fixed.update(action.results)
+                    is_graph = True
                 except RuntimeError as error:
                     text = f"halley runs item {action.name} without a CUDA graph: {error}"
                     warnings.warn(text, stacklevel=6)
                     action = replace(action, call=partial(_call_and_copy, action.call))
-            captured.append(action)
-            # The first results of a graph own their memory, so this step cannot drop them.
-            yield replace(action, num_repeats=0)
+            captured.append(replace(action, is_graph=is_graph))
+            yield action  # its first results own their memory, so it must not run again now
         self._captured, self._addresses = captured, addresses
 
     def release(self) -> list[weakref.ref[torch.Tensor]]:
@@ -279,9 +278,10 @@ def _run(
     values: dict[Value, Any],
     gradients: "_Gradients",
     recorder: Recorder | ItemClock,
+    num_repeats: int,
 ) -> None:
     args = take(action, values)
-    for _ in range(action.num_repeats):
+    for _ in range(num_repeats if action.is_graph else 0):
         action.call(args)
     with recorder.span(action.name, stream=action.stream):
         results = action.call(args)

@@ -42,8 +42,8 @@ from halley.ops.sharded_parameters import ShardedParameters
 # the second one records allocations. With several microbatches, both are in the first step.
 _NUM_FIRST_CALLS = 2
 _NUM_MEASURED_STEPS = 2
-# In the last measured step each CUDA graph runs this often before the run that is measured: after
-# a wait a GPU has a higher clock rate than in later steps, in which it computes all the time.
+# With CUDA graphs, one more step is measured, in which each graph runs this often before the run
+# that is measured. A GPU that computes without pauses, as in later steps, has a lower clock rate.
 _NUM_REPEATS = 4
 _RANKS_BATCH = {"halley::take_slots_by_weight"}  # operators whose results need the whole batch
 _ONE_AFTER_ANOTHER = "microbatches run one after another"
@@ -289,21 +289,24 @@ class _Program:
         needs_plan = self._is_planned and self.plan is None
         num_calls = self._num_steps * self._options.num_microbatches
         is_measured = needs_plan and num_calls >= _NUM_FIRST_CALLS
-        if is_measured and not self._measured:
-            launch_us = share_in_groups(self._groups, "launch", lambda: self._clock.launch_us)
+        if is_measured:
+            what = f"launch {len(self._measured)}"
+            launch_us = share_in_groups(self._groups, what, lambda: self._clock.launch_us)
             self._clock.wait_for_host(launch_us)
+        if is_measured and not self._measured:
             self._rest_bytes = self._find_rest_bytes(calls[0].values)
             self._executor = self._build_measured()
         losses = self._executor.run(
             inputs,
             calls[0].values,
             recorder=self._clock if needs_plan else self._options.recorder or self._off,
+            num_repeats=_NUM_REPEATS if len(self._measured) == _NUM_MEASURED_STEPS else 0,
         )
         self._num_steps += 1
         spans = self._clock.collect() if needs_plan else []
         if is_measured:
             self._measured.append(spans)
-        if len(self._measured) == _NUM_MEASURED_STEPS:
+        if len(self._measured) == _NUM_MEASURED_STEPS + self._captures:
             measured, self._measured = self._measured, []
             lent = self._executor.release()
             self.plan = plan = self._share_plan(measured)
@@ -324,7 +327,7 @@ class _Program:
         """Return the executor of measured steps. On GPUs, items are CUDA graphs, as in later steps.
 
         The kernels of a CUDA graph start with shorter gaps than those that Python launches. Each
-        item is a graph here, which needs at most the forecast memory of joined ones.
+        item is a graph here. The forecast of memory is that of joined ones, which need no less.
         """
         memory = self._recorded.record(rest_bytes=self._rest_bytes)
         graph_bytes = predict_memory(self.items, memory, self._first_order).graph_bytes
@@ -334,7 +337,6 @@ class _Program:
             self._first_order,
             loss=self._loss,
             captures=self._captures,
-            num_repeats=_NUM_REPEATS,
             graph_bytes=graph_bytes,
         )
 
@@ -352,7 +354,12 @@ class _Program:
         if self._device.type == "cuda" and self._groups:
             contention = measure_group_contention(self._groups[0], self._device)
 
-        durations_us = measured_durations(self.items, self._keys, measured)
+        # Repeated graphs multiply the delays between ranks, so all-to-alls are measured without.
+        steps = measured[:_NUM_MEASURED_STEPS]
+        durations_us, at_full_clock_us = (
+            measured_durations(self.items, self._keys, computing=each, communicating=steps)
+            for each in (measured[-1], steps[-1])
+        )
         predictor = predictor_of(self._device)
 
         def make() -> dict[str, Any] | str:
@@ -366,7 +373,7 @@ class _Program:
                     max_bytes=self._options.max_bytes,
                     saves_memory=self._options.divides_batch,
                     contention=contention,
-                    memory_shares=find_memory_shares(self.items, durations_us, predictor),
+                    memory_shares=find_memory_shares(self.items, at_full_clock_us, predictor),
                 )
             except ValueError as error:  # all ranks raise it
                 return str(error)

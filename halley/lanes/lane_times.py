@@ -16,22 +16,25 @@ from halley.lanes.item_clock import span_item
 
 
 def measured_durations(
-    items: Sequence[Item], keys: Sequence[str], steps: Sequence[Sequence[Span]]
+    items: Sequence[Item],
+    keys: Sequence[str],
+    *,
+    computing: Sequence[Span],
+    communicating: Sequence[Sequence[Span]],
 ) -> list[float]:
     """Return the microseconds of each item, from spans of microbatches that ran one after another.
 
-    Items with the same hash in ``keys`` get their median duration in the last step: on a GPU, the
-    first run of a CUDA graph may take longer. A wait gets 0. A start gets the shortest time, over
-    microbatches and steps, from its start to the end of its wait: longer times contain delays of
-    other ranks.
+    Items with the same hash in ``keys`` get their median duration in the step ``computing``. A wait
+    gets 0. A start gets the shortest time, over the microbatches of the steps ``communicating``,
+    from its start to the end of its wait: longer times contain delays of other ranks.
     """
     times_us: dict[str, list[float]] = defaultdict(list)
+    for span in computing:
+        times_us[keys[span_item(span.name)[1]]].append(span.duration_us)
     links_us: dict[int, float] = {}
-    for spans in steps:
+    for spans in communicating:
         by_item = {span_item(span.name): span for span in spans}
         for (microbatch, index), span in by_item.items():
-            if spans is steps[-1]:
-                times_us[keys[index]].append(span.duration_us)
             for need in items[index].needs if items[index].kind == "wait" else ():
                 if items[need].kind == "start":
                     link_us = span.end_us - by_item[microbatch, need].start_us

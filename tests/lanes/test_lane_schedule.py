@@ -233,7 +233,7 @@ def test_illegal_order_is_refused(order: list[tuple[int, int]], message: str) ->
         check_order(items, order)
 
 
-def test_durations_are_medians_of_the_last_step_and_shortest_transfers() -> None:
+def test_durations_are_medians_of_one_step_and_shortest_transfers_of_others() -> None:
     items, _ = _chain(num_exchanges=1)
     keys = ["segment", "start", "wait", "segment"]
 
@@ -244,8 +244,13 @@ def test_durations_are_medians_of_the_last_step_and_shortest_transfers() -> None
             spans.append(Span(name=f"0.{index}.{keys[index]}", rank=0, stream="compute", **times))
         return spans
 
-    steps = [step(3.0, 4.0, 9.0), step(5.0, 6.0, 7.0)]
-    assert measured_durations(items, keys, steps) == pytest.approx([5.5, 7.0, 0.0, 5.5])
+    found = measured_durations(
+        items,
+        keys,
+        computing=step(5.0, 6.0, 5.0),
+        communicating=[step(3.0, 4.0, 9.0), step(3.0, 4.0, 7.0)],
+    )
+    assert found == pytest.approx([5.5, 7.0, 0.0, 5.5])
 
 
 def test_clock_keeps_the_shortest_launch_of_each_hash() -> None:

@@ -30,7 +30,7 @@ from tests.rank_pool import RunRanks
 
 pytestmark = needs_gpu
 
-NUM_MEASURED = 3  # steps one after another, before the plan
+NUM_MEASURED = 4  # steps one after another, before the plan; graphs repeat in the last one
 
 
 def _run_steps(rank: int, num_ranks: int, contention: Contention) -> dict[str, Any]:
@@ -50,9 +50,9 @@ def _compare_steps(rank: int, num_ranks: int) -> dict[str, Any]:
     with fresh_graphs():
         step = compile_step(model, 2, inner="eager")
         run = lambda batch: take_result(step(*batch), model)  # noqa: E731
-        before = [run(batch), run(other), run(batch)]
+        before = [run(each) for each in (batch, other, batch, other)]
         assert step.plan is not None
-        captured = [run(each) for each in (batch, other, batch)]
+        captured = [run(each) for each in (batch, other, batch, other)]
         num_lent = len(step._last._executor._lent)  # type: ignore[union-attr]
         step(*batch)
         accumulated = run(batch)
@@ -257,12 +257,12 @@ def test_graphs_that_run_again_have_their_inputs_still() -> None:
         [(0, 0), (0, 1)],
         loss="loss",
         captures=True,
-        num_repeats=3,
     )
+    recorder = Recorder("cuda", enabled=False)
     found: list[tuple[float, float]] = []
     for step in range(3):
         x = torch.full((2**20,), float(step), device="cuda")
-        (loss,) = executor.run([{"x": x}], [], recorder=Recorder("cuda", enabled=False))
+        (loss,) = executor.run([{"x": x}], [], recorder=recorder, num_repeats=3)
         found.append((loss.item(), num_runs.item()))
     assert found == [(1.0, 1.0), (7.0, 5.0), (13.0, 9.0)]
 
