@@ -43,7 +43,7 @@ from halley.ops.sharded_parameters import ShardedParameters
 _NUM_FIRST_CALLS = 2
 _NUM_MEASURED_STEPS = 2
 # With CUDA graphs, one more step is measured, in which each graph runs this often before the run
-# that is measured. A GPU that computes without pauses, as in later steps, has a lower clock rate.
+# that is measured: a busy GPU may have a lower clock rate (docs/LOG.md, 2026-11-29: Mixtral-8x7B).
 _NUM_REPEATS = 4
 _RANKS_BATCH = {"halley::take_slots_by_weight"}  # operators whose results need the whole batch
 _ONE_AFTER_ANOTHER = "microbatches run one after another"
