@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from benchmarks.graph_bench.gpt2_moe import EMBEDDING_STD
 from benchmarks.model_bench.case import cut_model
 from halley.core.config import ModelConfig
 from halley.core.timeline import Recorder
@@ -52,7 +54,10 @@ class CatalogueShape:
         dtype: torch.dtype,
         device: torch.device,
     ) -> MoETransformer:
-        """Return the model; the weights are random, or without values on the device "meta"."""
+        """Return the model; the weights are random, or without values on the device "meta".
+
+        Embeddings are larger than a new model's, so that experts have nearly equal loads.
+        """
         model = MoETransformer(
             self.config,
             strategy=strategy,
@@ -63,6 +68,8 @@ class CatalogueShape:
         )
         if device.type != "meta":
             model.init_weights(seed=0)
+            generator = torch.Generator(device).manual_seed(0)
+            nn.init.normal_(model.embed_tokens.weight, std=EMBEDDING_STD, generator=generator)
         return model
 
 

@@ -26,6 +26,7 @@ TOP_K: dict[Gate, int] = {"switch": 1, "top2": 2, "prioritized": 1, "dropless": 
 # Experts of a trained model have nearly equal loads, because its loss balances them. With the 0.02
 # of the other weights, all tokens of a random model have nearly equal hidden states and most choose
 # the same expert: of 12288 tokens of GPT2-S-MoE, one of 4 experts gets up to 11000; with 2.0, 3700.
+# Of the 128 experts of Qwen3-30B-A3B, one gets up to 11 times the mean of its layer; with 2.0, 1.7.
 EMBEDDING_STD = 2.0
 
 

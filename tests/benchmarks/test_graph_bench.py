@@ -137,6 +137,23 @@ def test_model_of_the_catalogue_runs_with_rows_of_fixed_size(run_ranks: RunRanks
     assert error.startswith("ValueError: max_load (1.0) must be larger: the logits of ")
 
 
+def test_experts_of_a_catalogue_model_have_nearly_equal_loads() -> None:
+    shape = find_catalogue_shape("tiny", num_layers=4, num_ranks=1)
+    place = {"dtype": torch.float32, "device": CPU}
+    model = shape.build(ParallelGroups(), strategy=TraceableStrategy(None), **place)
+    generator = torch.Generator().manual_seed(0)
+    tokens_BS = torch.randint(shape.vocab_size, (2, 256), generator=generator)
+
+    def load() -> float:
+        """Return the tokens of the fullest expert of all layers, as a multiple of the mean."""
+        counts_ME = model(tokens_BS).counts_ME
+        return float(counts_ME.max() / counts_ME.double().mean())
+
+    assert load() < 1.5
+    model.init_weights(seed=0)  # with the embeddings of a new model
+    assert load() > 2.0
+
+
 def test_wrong_options_are_named() -> None:
     with pytest.raises(ValueError, match=r"microbatches \(2\) must be 1 for variant divided"):
         command_line._variants("none,divided", num_microbatches=2)
