@@ -69,20 +69,21 @@ def _run_schedules(
 
 
 @pytest.mark.parametrize(
-    ("gate", "num_layers", "nums_lanes", "max_load"),
+    ("gate", "num_ranks", "num_layers", "nums_lanes", "max_load"),
     [
-        ("switch", 2, (1, 3), 0.0),
-        ("switch", 4, (2,), 0.0),
-        ("switch", 4, (2,), 2.0),  # messages of fixed sizes, smaller for a lane than for the batch
-        ("top2", 2, (2, 3), 0.0),
-        ("top2", 4, (2,), 0.0),
-        ("dropless", 2, (2, 3), 0.0),
+        ("switch", 2, 4, (2,), 0.0),
+        ("switch", 4, 2, (3,), 0.0),
+        ("switch", 2, 2, (2,), 2.0),  # messages of fixed sizes, smaller for a lane than the batch
+        ("top2", 2, 2, (1, 3), 0.0),
+        ("top2", 4, 2, (2,), 0.0),
+        ("dropless", 2, 2, (2, 3), 0.0),
     ],
 )
 def test_every_schedule_has_the_results_of_the_whole_batch(
-    run_ranks, gate: Gate, num_layers: int, nums_lanes: tuple[int, ...], max_load: float
+    run_ranks, gate: Gate, num_ranks: int, num_layers: int, nums_lanes: tuple[int, ...], max_load
 ) -> None:
-    for found in run_ranks(_run_schedules, 2, gate, num_layers, nums_lanes, max_load):
+    arguments = (gate, num_layers, nums_lanes, max_load)
+    for found in run_ranks(_run_schedules, num_ranks, *arguments, timeout_s=200.0):
         assert len(found) > 6
         assert {name: each for name, each in found.items() if each[0] > 1e-6 or not each[1]} == {}
 
