@@ -171,7 +171,8 @@ def make_rows(
             "direction": "step", "variant": name, **dataclasses.asdict(variant),
             "strategy": job.strategy if variant.experts == "halley" else variant.experts,
             "median_us": None, "p10_us": None, "p90_us": None, "samples": 0, "floor_us": None,
-            "max_rel_err": None, "bit_equal": None, "peak_mib": None, "loss": None,
+            "max_rel_err": None, "bit_equal": None, "peak_mib": None,
+            "outside_mib": None, "loss": None,
         }  # fmt: skip
         if found["error"] is None and "error" in reference:
             found = {"error": "the first variant, which is the reference, failed"}

@@ -87,12 +87,17 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Measurements of a variant: all ranks' maximum, except for losses, which are means."""
+    """Measurements of a variant: all ranks' maximum, except for losses, which are means.
+
+    The peak of memory is that of torch's allocator. ``outside_mib`` is the other memory of the GPU:
+    of the CUDA context, NCCL and symmetric memory; None if the job has several variants.
+    """
 
     samples_us: list[float]
     losses: list[float]  # of the first ``CHECKED_STEP`` steps
     gradient_norm: float  # of the experts in the last of these steps, which CUDA graphs replay
     peak_mib: float | None
+    outside_mib: float | None
     ran: str  # how Halley says that it ran the experts
 
 
@@ -112,6 +117,12 @@ def run_job(measure: Callable[[Job], dict[str, Measured]], version: str) -> None
         Path(job.output).write_text(text, encoding="ascii")
     dist.barrier()  # ranks that are still joining groups need this one
     dist.destroy_process_group()
+
+
+def memory_outside_mib() -> float:
+    """Return the used memory of this GPU that torch's allocator does not hold, in MiB."""
+    free, total = torch.cuda.mem_get_info()
+    return (total - free - torch.cuda.memory_reserved()) / 2**20
 
 
 def expert_gradient_norm(model: torch.nn.Module, words: str) -> float:

@@ -42,6 +42,7 @@ from benchmarks.frameworks.job import (
     Measured,
     Variant,
     expert_gradient_norm,
+    memory_outside_mib,
 )
 from halley.tools.timer import max_over_ranks
 
@@ -58,7 +59,8 @@ class Steps(MetricsProcessor):
 
     def __init__(self, config: Config, **options: Any) -> None:
         super().__init__(config, **options)
-        self.times_us, self.losses, self.peak_mib = list[float](), list[float](), 0.0
+        self.times_us, self.losses = list[float](), list[float]()
+        self.peak_mib = self.outside_mib = 0.0
         self.gradient_norm, self._begin = 0.0, time.perf_counter()
 
     def log(self, step: int, global_avg_loss: float, *others: Any, **named: Any) -> None:
@@ -68,6 +70,7 @@ class Steps(MetricsProcessor):
         self.losses.append(global_avg_loss)
         if step > NUM_WARMUP and torch.cuda.is_available():
             self.peak_mib = max(self.peak_mib, torch.cuda.max_memory_allocated() / 2**20)
+            self.outside_mib = memory_outside_mib()
         if step == CHECKED_STEP:
             self.gradient_norm = expert_gradient_norm(self.model_parts[0], "inner_experts")
         super().log(step, global_avg_loss, *others, **named)
@@ -75,15 +78,16 @@ class Steps(MetricsProcessor):
 
     def measured(self, ran: str) -> Measured:
         """Return the steps after the warm-up, with the time of the slowest rank; a collective."""
-        values = [self.peak_mib, *self.times_us[NUM_WARMUP:]]
+        values = [self.peak_mib, self.outside_mib, *self.times_us[NUM_WARMUP:]]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         group = torch.distributed.group.WORLD
-        peak_mib, *samples_us = max_over_ranks(values, device=device, group=group)
+        peak_mib, outside_mib, *samples_us = max_over_ranks(values, device=device, group=group)
         return Measured(
             samples_us=samples_us,
             losses=self.losses[:CHECKED_STEP],
             gradient_norm=self.gradient_norm,
             peak_mib=peak_mib or None,
+            outside_mib=outside_mib or None,
             ran=ran,
         )
 
