@@ -120,7 +120,7 @@ def measure(job: Job) -> dict[str, Measured]:
     local = [getattr(each, "_local_tensor", each).detach() for each in model.parameters()]
     saved = [each.to("cpu", copy=True) for each in local]
     model_bytes = 0 if job.on_cpu else torch.cuda.memory_allocated()
-    found = dict[str, tuple[list[float], float, float, float]]()
+    found = dict[str, tuple[list[float], float, float]]()
     steps = {
         name: make_step(variant, model, compiled, switch) for name, variant in job.variants.items()
     }
@@ -128,6 +128,10 @@ def measure(job: Job) -> dict[str, Measured]:
         for each, value in zip(local, saved, strict=True):
             each.copy_(value)
         found[name] = train(job, model, step, device, model_bytes)
+    outside_mib = None
+    if len(steps) == 1 and not job.on_cpu:
+        used = [memory_outside_mib()]
+        (outside_mib,) = max_over_ranks(used, device=device, group=dist.group.WORLD)
     optimizer = make_optimizer(model.parameters())
     ids = job.tokens(dist.get_rank(), CHECKED_STEP)[:, :-1].to(device)
     runs = {name: partial(timed_step, step, ids, optimizer) for name, step in steps.items()}
@@ -144,21 +148,20 @@ def measure(job: Job) -> dict[str, Measured]:
             losses=losses,
             gradient_norm=norm,
             peak_mib=peak_mib or None,
-            outside_mib=(outside_mib or None) if len(found) == 1 else None,
+            outside_mib=outside_mib,
             ran=describe(steps[name]) if job.variants[name].experts == "halley" else "",
         )
-        for name, (losses, norm, peak_mib, outside_mib) in found.items()
+        for name, (losses, norm, peak_mib) in found.items()
     }
 
 
 def train(
     job: Job, model: Any, forward_backward: Step, device: torch.device, model_bytes: int
-) -> tuple[list[float], float, float, float]:
+) -> tuple[list[float], float, float]:
     """Return losses of the first steps, and the experts' gradient norm and memory in these steps.
 
     The norm is that of the last step, which CUDA graphs replay. The peak of memory is that of the
-    rank with the largest one, in MiB, without what earlier variants hold. The memory outside of
-    torch's allocator is that at the end, of all variants so far.
+    rank with the largest one, in MiB, without what earlier variants hold.
     """
     earlier_bytes = 0
     if not job.on_cpu:
@@ -177,9 +180,8 @@ def train(
     total = torch.stack(losses)
     dist.all_reduce(total)
     peak_bytes = 0 if job.on_cpu else torch.cuda.max_memory_allocated() - earlier_bytes
-    memory_mib = [peak_bytes / 2**20, 0.0 if job.on_cpu else memory_outside_mib()]
-    peak_mib, outside_mib = max_over_ranks(memory_mib, device=device, group=dist.group.WORLD)
-    return (total / dist.get_world_size()).tolist(), norm, peak_mib, outside_mib
+    (peak_mib,) = max_over_ranks([peak_bytes / 2**20], device=device, group=dist.group.WORLD)
+    return (total / dist.get_world_size()).tolist(), norm, peak_mib
 
 
 def timed_step(forward_backward: Step, ids: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
