@@ -73,14 +73,19 @@ def _run_schedules(
     [
         ("switch", 2, 4, (2,), 0.0),
         ("switch", 4, 2, (3,), 0.0),
-        ("switch", 2, 2, (2,), 2.0),  # messages of fixed sizes, smaller for a lane than the batch
+        ("switch", 2, 4, (2,), 2.0),  # messages of fixed sizes, smaller for a lane than the batch
         ("top2", 2, 2, (1, 3), 0.0),
-        ("top2", 4, 2, (2,), 0.0),
+        ("top2", 4, 4, (2,), 0.0),
         ("dropless", 2, 2, (2, 3), 0.0),
     ],
 )
 def test_every_schedule_has_the_results_of_the_whole_batch(
-    run_ranks, gate: Gate, num_ranks: int, num_layers: int, nums_lanes: tuple[int, ...], max_load
+    run_ranks,
+    gate: Gate,
+    num_ranks: int,
+    num_layers: int,
+    nums_lanes: tuple[int, ...],
+    max_load: float,
 ) -> None:
     arguments = (gate, num_layers, nums_lanes, max_load)
     for found in run_ranks(_run_schedules, num_ranks, *arguments, timeout_s=200.0):
