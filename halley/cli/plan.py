@@ -141,9 +141,12 @@ def _plan(
     config: RunConfig, options: dict[str, Any], *, peer_access: bool, show: Progress
 ) -> tuple[tuple[str, ...], StepPlan | None]:
     """Return each MoE layer's strategy, and the plan (None if the user names the strategies)."""
-    if config.strategy != PLANNED:
-        return split_strategies(config.strategy, num_layers=config.model.num_moe_layers), None
     problem = "" if peer_access else "ranks do not address each other's memory"
+    if config.strategy != PLANNED:
+        names = split_strategies(config.strategy, num_layers=config.model.num_moe_layers)
+        if problem and any(name.startswith("fused") for name in names):
+            raise ValueError(f"strategy ({config.strategy}) must not be fused: {problem}")
+        return names, None
     problems = find_problems(config, hardware=options["hardware"], fused_problem=problem)
     chosen = {name: value for name, value in options.items() if name != "passes"}
     plan = plan_strategies(config, problems=problems, on_progress=show, **chosen)

@@ -52,7 +52,10 @@ def test_plan_names_the_strategies_that_cannot_run(capsys) -> None:
     found = json.loads(out)
     assert list(found) == ["forward", "backward", "plan"]
     assert found["plan"]["strategies"] == ["functional"]
-    assert "- not fused: ranks do not address each other's memory" in text
+    problem = "ranks do not address each other's memory"
+    assert f"- not fused: {problem}" in text
+    assert main(["plan", "graph", *MODEL, "--no-peer-access", "--set=strategy=fused"]) == 2
+    assert f"strategy (fused) must not be fused: {problem}" in capsys.readouterr().err
 
 
 def test_plan_is_compared_with_one_strategy_for_all_layers(capsys) -> None:
