@@ -64,7 +64,11 @@ def _run_schedules(
 
 @pytest.mark.parametrize(
     ("gate", "num_ranks", "num_layers"),
-    [("switch", 2, 4), ("switch", 4, 2), ("top2", 4, 2), ("prioritized", 2, 2), ("dropless", 4, 2)],
+    [
+        ("switch", 2, 4),
+        ("switch", 4, 2),
+        *((gate, ranks, 2) for gate in ("top2", "prioritized", "dropless") for ranks in (2, 4)),
+    ],
 )
 def test_every_schedule_is_equal_bit_for_bit(
     run_ranks, gate: Gate, num_ranks: int, num_layers: int
