@@ -14,17 +14,14 @@ PIP_INSTALL := $(BIN)/python -m pip install -q -q --disable-pip-version-check -c
 # pyright would ask the package index for a newer pyright at each start.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: demo test all-tests test-unit lint style types docs chaos plug-ins bench compat foreign clean
+.PHONY: demo test test-unit lint style types docs chaos plug-ins bench compat foreign clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.demo --output runs/demo
 
-# Types are checked while the tests run.
+# `make lint` checks types, too.
 test: style
-	$(MAKE) --no-print-directory --jobs 2 types all-tests
-
-all-tests: $(VENV)/.installed
 	$(BIN)/pytest -q -n 2 --dist worksteal --durations=10
 
 # Tests without ranks, kernels or training: what to run while you work.
