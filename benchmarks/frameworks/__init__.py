@@ -15,8 +15,12 @@ fails gets a line with its error. ``VARIANTS`` in ``__main__.py`` lists the vari
 Models have their published width, and fewer layers. Mixtral has the layers of Qwen3 in torchtitan,
 which has no Mixtral. The vocabulary is cut in proportion to the layers, so that the share of the
 head in a step is that of the whole model. Tokens are runs of consecutive numbers below 1024, which
-a model learns within a few steps. Peak memory is that of torch's allocator, without symmetric
-memory, which Halley and MinimalAsyncEP use for their buffers.
+a model learns within a few steps. Peak memory is that of torch's allocator in a step after the
+first ones, with all memory of CUDA graphs. ``outside_mib`` is the rest of the GPU's memory, such as
+buffers of NCCL and symmetric memory; Transformers' job has it if it runs one variant.
+
+torchtitan's jobs run with ``PYTORCH_ALLOC_CONF=expandable_segments:True``, as its script for
+training does. Otherwise the pool of a CUDA graph has gaps.
 
 torchtitan 0.3.0 asks for torch 2.12 or newer. With torch 2.11, ``torchtitan_job.py`` adds the names
 that are missing, experts stay out of FSDP, blocks are compiled without run-time assertions, and all

@@ -127,9 +127,12 @@ def run(framework: str, job: Job, *, num_ranks: int, timeout_s: float) -> dict[s
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(num_ranks), "-m", f"benchmarks.frameworks.{framework}_job"]
     begin, error = time.monotonic(), ""
+    environment = {"TRITON_INTERPRET": "1"} if job.on_cpu else {}
+    if framework == "torchtitan":  # as in its script for training
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     process = subprocess.Popen(
         [*command, json.dumps(dataclasses.asdict(job))],
-        cwd=ROOT, env=os.environ | ({"TRITON_INTERPRET": "1"} if job.on_cpu else {}),
+        cwd=ROOT, env=os.environ | environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
     )  # fmt: skip
     try:

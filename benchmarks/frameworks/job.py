@@ -89,8 +89,9 @@ class Job:
 class Measured:
     """Measurements of a variant: all ranks' maximum, except for losses, which are means.
 
-    The peak of memory is that of torch's allocator. ``outside_mib`` is the other memory of the GPU:
-    of the CUDA context, NCCL and symmetric memory; None if the job has several variants.
+    ``peak_mib`` is the peak of torch's allocator after the first steps, with all memory of the
+    pools of CUDA graphs. ``outside_mib`` is memory of the GPU that this allocator does not hold: of
+    the CUDA context, NCCL and symmetric memory; None if the job has several variants.
     """
 
     samples_us: list[float]
@@ -117,12 +118,6 @@ def run_job(measure: Callable[[Job], dict[str, Measured]], version: str) -> None
         Path(job.output).write_text(text, encoding="ascii")
     dist.barrier()  # ranks that are still joining groups need this one
     dist.destroy_process_group()
-
-
-def memory_outside_mib() -> float:
-    """Return the used memory of this GPU that torch's allocator does not hold, in MiB."""
-    free, total = torch.cuda.mem_get_info()
-    return (total - free - torch.cuda.memory_reserved()) / 2**20
 
 
 def expert_gradient_norm(model: torch.nn.Module, words: str) -> float:

@@ -42,8 +42,8 @@ from benchmarks.frameworks.job import (
     Measured,
     Variant,
     expert_gradient_norm,
-    memory_outside_mib,
 )
+from benchmarks.gpu_memory import outside_bytes, unused_pool_bytes
 from halley.tools.timer import max_over_ranks
 
 
@@ -69,8 +69,11 @@ class Steps(MetricsProcessor):
         self.times_us.append(1e6 * (end - self._begin))
         self.losses.append(global_avg_loss)
         if step > NUM_WARMUP and torch.cuda.is_available():
-            self.peak_mib = max(self.peak_mib, torch.cuda.max_memory_allocated() / 2**20)
-            self.outside_mib = memory_outside_mib()
+            device = torch.device("cuda", torch.cuda.current_device())
+            # torchtitan resets the peak in each step.
+            peak_bytes = torch.cuda.max_memory_allocated(device) + unused_pool_bytes(device)
+            self.peak_mib = max(self.peak_mib, peak_bytes / 2**20)
+            self.outside_mib = outside_bytes(device) / 2**20
         if step == CHECKED_STEP:
             self.gradient_norm = expert_gradient_norm(self.model_parts[0], "inner_experts")
         super().log(step, global_avg_loss, *others, **named)

@@ -23,9 +23,9 @@ from benchmarks.frameworks.job import (
     Measured,
     Variant,
     expert_gradient_norm,
-    memory_outside_mib,
     run_job,
 )
+from benchmarks.gpu_memory import outside_bytes, unused_pool_bytes
 from halley.core.config import RunConfig
 from halley.fused.bounded import BoundedStep, CapturedStep
 from halley.integrations.transformers import find_extension_point
@@ -130,7 +130,7 @@ def measure(job: Job) -> dict[str, Measured]:
         found[name] = train(job, model, step, device, model_bytes)
     outside_mib = None
     if len(steps) == 1 and not job.on_cpu:
-        used = [memory_outside_mib()]
+        used = [outside_bytes(device) / 2**20]
         (outside_mib,) = max_over_ranks(used, device=device, group=dist.group.WORLD)
     optimizer = make_optimizer(model.parameters())
     ids = job.tokens(dist.get_rank(), CHECKED_STEP)[:, :-1].to(device)
@@ -160,18 +160,19 @@ def train(
 ) -> tuple[list[float], float, float]:
     """Return losses of the first steps, and the experts' gradient norm and memory in these steps.
 
-    The norm is that of the last step, which CUDA graphs replay. The peak of memory is that of the
-    rank with the largest one, in MiB, without what earlier variants hold.
+    Norm and memory are those of the last step, which CUDA graphs replay. The memory is the peak of
+    the rank with the largest one, in MiB, without what earlier variants hold.
     """
-    earlier_bytes = 0
+    earlier_bytes = peak_bytes = 0
     if not job.on_cpu:
         torch._C._cuda_clearCublasWorkspaces()
-        earlier_bytes = torch.cuda.memory_allocated() - model_bytes
-        torch.cuda.reset_peak_memory_stats()
+        earlier_bytes = torch.cuda.memory_allocated() + unused_pool_bytes(device) - model_bytes
     optimizer = make_optimizer(model.parameters())
     losses, norm = list[torch.Tensor](), 0.0
     for step in range(CHECKED_STEP):
         ids = job.tokens(dist.get_rank(), step)[:, :-1].to(device)
+        if step + 1 == CHECKED_STEP and not job.on_cpu:
+            torch.cuda.reset_peak_memory_stats()
         losses.append(forward_backward(ids).to(torch.float32, copy=True))
         if step + 1 == CHECKED_STEP:
             norm = expert_gradient_norm(model, ".experts.")
@@ -179,7 +180,9 @@ def train(
         optimizer.zero_grad()
     total = torch.stack(losses)
     dist.all_reduce(total)
-    peak_bytes = 0 if job.on_cpu else torch.cuda.max_memory_allocated() - earlier_bytes
+    if not job.on_cpu:
+        own_bytes = torch.cuda.max_memory_allocated() + unused_pool_bytes(device)
+        peak_bytes = own_bytes - earlier_bytes
     (peak_mib,) = max_over_ranks([peak_bytes / 2**20], device=device, group=dist.group.WORLD)
     return (total / dist.get_world_size()).tolist(), norm, peak_mib
 

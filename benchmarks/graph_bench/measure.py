@@ -14,6 +14,7 @@ import torch._dynamo.config
 import torch._functorch.config
 import torch.distributed as dist
 
+from benchmarks.gpu_memory import unused_pool_bytes
 from benchmarks.graph_bench.case import (
     CHUNKED,
     DIVIDED,
@@ -25,7 +26,7 @@ from benchmarks.graph_bench.case import (
     GraphCase,
     graph_case_name,
 )
-from benchmarks.graph_bench.variants import Variant, Workshop, unused_pool_bytes
+from benchmarks.graph_bench.variants import Variant, Workshop
 from halley.core.timeline import union_us
 from halley.cost.simulate import GraphTime
 from halley.distributed.mesh import ParallelGroups

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast, final
 
 import torch
 
+from benchmarks.gpu_memory import unused_pool_bytes
 from benchmarks.graph_bench.case import (
     CHUNKED,
     DIVIDED,
@@ -70,15 +71,6 @@ class Variant:
     held_bytes: int = 0
     planned_bytes: int = 0
     optimise_s: float = 0.0
-
-
-def unused_pool_bytes(device: torch.device) -> int:
-    """Return the bytes that CUDA graphs hold in their memory pools and no tensor owns."""
-    return sum(
-        segment["total_size"] - segment["allocated_size"]
-        for segment in torch.cuda.memory_snapshot()
-        if segment["device"] == device.index and segment["segment_pool_id"] != (0, 0)
-    )
 
 
 @final
