@@ -1,4 +1,4 @@
-"""Memory of a GPU beside that of tensors, which ``torch.cuda.max_memory_allocated`` counts."""
+"""Memory of a GPU that ``torch.cuda.max_memory_allocated`` does not count."""
 
 import torch
 
@@ -6,8 +6,9 @@ import torch
 def unused_pool_bytes(device: torch.device) -> int:
     """Return the bytes that CUDA graphs hold in their memory pools and no tensor owns.
 
-    A replay needs this memory, but allocates nothing.
+    A replay needs this memory, but allocates nothing. Gaps between tensors count, too.
     """
+    assert device.index is not None
     return sum(
         segment["total_size"] - segment["allocated_size"]
         for segment in torch.cuda.memory_snapshot()
@@ -15,7 +16,7 @@ def unused_pool_bytes(device: torch.device) -> int:
     )
 
 
-def outside_bytes(device: torch.device) -> int:
-    """Return the used bytes of a GPU that torch's allocator does not hold."""
+def used_mib(device: torch.device) -> float:
+    """Return the used memory of a GPU in MiB, with that of other processes."""
     free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
+    return (total - free) / 2**20

@@ -15,12 +15,12 @@ fails gets a line with its error. ``VARIANTS`` in ``__main__.py`` lists the vari
 Models have their published width, and fewer layers. Mixtral has the layers of Qwen3 in torchtitan,
 which has no Mixtral. The vocabulary is cut in proportion to the layers, so that the share of the
 head in a step is that of the whole model. Tokens are runs of consecutive numbers below 1024, which
-a model learns within a few steps. Peak memory is that of torch's allocator in a step after the
-first ones, with all memory of CUDA graphs. ``outside_mib`` is the rest of the GPU's memory, such as
-buffers of NCCL and symmetric memory; Transformers' job has it if it runs one variant.
+a model learns within a few steps.
 
-torchtitan's jobs run with ``PYTORCH_ALLOC_CONF=expandable_segments:True``, as its script for
-training does. Otherwise the pool of a CUDA graph has gaps.
+``used_mib`` is the used memory of the GPU at the end of a step. Before that step, torch's cache is
+emptied. It counts gaps of the allocator, buffers of NCCL, symmetric memory and the CUDA context.
+Transformers' job has it if it runs one variant. ``peak_mib`` counts tensors and the pools of CUDA
+graphs only. A step beyond ``max_load``, which runs twice, needs more memory than both.
 
 torchtitan 0.3.0 asks for torch 2.12 or newer. With torch 2.11, ``torchtitan_job.py`` adds the names
 that are missing, experts stay out of FSDP, blocks are compiled without run-time assertions, and all

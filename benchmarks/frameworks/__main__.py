@@ -127,12 +127,9 @@ def run(framework: str, job: Job, *, num_ranks: int, timeout_s: float) -> dict[s
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(num_ranks), "-m", f"benchmarks.frameworks.{framework}_job"]
     begin, error = time.monotonic(), ""
-    environment = {"TRITON_INTERPRET": "1"} if job.on_cpu else {}
-    if framework == "torchtitan":  # as in its script for training
-        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     process = subprocess.Popen(
         [*command, json.dumps(dataclasses.asdict(job))],
-        cwd=ROOT, env=os.environ | environment,
+        cwd=ROOT, env=os.environ | ({"TRITON_INTERPRET": "1"} if job.on_cpu else {}),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
     )  # fmt: skip
     try:
@@ -175,7 +172,7 @@ def make_rows(
             "strategy": job.strategy if variant.experts == "halley" else variant.experts,
             "median_us": None, "p10_us": None, "p90_us": None, "samples": 0, "floor_us": None,
             "max_rel_err": None, "bit_equal": None, "peak_mib": None,
-            "outside_mib": None, "loss": None,
+            "used_mib": None, "alloc_conf": os.environ.get("PYTORCH_ALLOC_CONF", ""), "loss": None,
         }  # fmt: skip
         if found["error"] is None and "error" in reference:
             found = {"error": "the first variant, which is the reference, failed"}

@@ -89,16 +89,16 @@ class Job:
 class Measured:
     """Measurements of a variant: all ranks' maximum, except for losses, which are means.
 
-    ``peak_mib`` is the peak of torch's allocator after the first steps, with all memory of the
-    pools of CUDA graphs. ``outside_mib`` is memory of the GPU that this allocator does not hold: of
-    the CUDA context, NCCL and symmetric memory; None if the job has several variants.
+    ``peak_mib`` is the peak of the memory of tensors after the first steps, with all memory of the
+    pools of CUDA graphs. ``used_mib`` is the used memory of the GPU at the end of one of these
+    steps, before which torch's cache was emptied; None if the job has several variants.
     """
 
     samples_us: list[float]
     losses: list[float]  # of the first ``CHECKED_STEP`` steps
     gradient_norm: float  # of the experts in the last of these steps, which CUDA graphs replay
     peak_mib: float | None
-    outside_mib: float | None
+    used_mib: float | None
     ran: str  # how Halley says that it ran the experts
 
 

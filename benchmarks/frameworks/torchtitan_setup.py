@@ -43,7 +43,7 @@ from benchmarks.frameworks.job import (
     Variant,
     expert_gradient_norm,
 )
-from benchmarks.gpu_memory import outside_bytes, unused_pool_bytes
+from benchmarks.gpu_memory import unused_pool_bytes, used_mib
 from halley.tools.timer import max_over_ranks
 
 
@@ -60,7 +60,8 @@ class Steps(MetricsProcessor):
     def __init__(self, config: Config, **options: Any) -> None:
         super().__init__(config, **options)
         self.times_us, self.losses = list[float](), list[float]()
-        self.peak_mib = self.outside_mib = 0.0
+        self.peak_mib = self.used_mib = 0.0
+        self._pool_bytes = 0
         self.gradient_norm, self._begin = 0.0, time.perf_counter()
 
     def log(self, step: int, global_avg_loss: float, *others: Any, **named: Any) -> None:
@@ -68,29 +69,35 @@ class Steps(MetricsProcessor):
         end = time.perf_counter()
         self.times_us.append(1e6 * (end - self._begin))
         self.losses.append(global_avg_loss)
-        if step > NUM_WARMUP and torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())
-            # torchtitan resets the peak in each step.
-            peak_bytes = torch.cuda.max_memory_allocated(device) + unused_pool_bytes(device)
-            self.peak_mib = max(self.peak_mib, peak_bytes / 2**20)
-            self.outside_mib = outside_bytes(device) / 2**20
+        if torch.cuda.is_available():
+            self._measure_memory(step)
         if step == CHECKED_STEP:
             self.gradient_norm = expert_gradient_norm(self.model_parts[0], "inner_experts")
         super().log(step, global_avg_loss, *others, **named)
         self._begin = time.perf_counter()
 
+    def _measure_memory(self, step: int) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        if step == NUM_WARMUP - 1:
+            torch.cuda.empty_cache()
+        elif step == NUM_WARMUP:
+            self.used_mib, self._pool_bytes = used_mib(device), unused_pool_bytes(device)
+        elif step > NUM_WARMUP:  # torchtitan resets the peak at the end of each log
+            peak_bytes = torch.cuda.max_memory_allocated(device) + self._pool_bytes
+            self.peak_mib = max(self.peak_mib, peak_bytes / 2**20)
+
     def measured(self, ran: str) -> Measured:
         """Return the steps after the warm-up, with the time of the slowest rank; a collective."""
-        values = [self.peak_mib, self.outside_mib, *self.times_us[NUM_WARMUP:]]
+        values = [self.peak_mib, self.used_mib, *self.times_us[NUM_WARMUP:]]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         group = torch.distributed.group.WORLD
-        peak_mib, outside_mib, *samples_us = max_over_ranks(values, device=device, group=group)
+        peak_mib, used_mib, *samples_us = max_over_ranks(values, device=device, group=group)
         return Measured(
             samples_us=samples_us,
             losses=self.losses[:CHECKED_STEP],
             gradient_norm=self.gradient_norm,
             peak_mib=peak_mib or None,
-            outside_mib=outside_mib or None,
+            used_mib=used_mib or None,
             ran=ran,
         )
 

@@ -4,6 +4,7 @@ Each experts module of the model holds both implementations, and a switch says w
 all variants have the same weights, tokens and routing, and their timed steps alternate.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -25,7 +26,7 @@ from benchmarks.frameworks.job import (
     expert_gradient_norm,
     run_job,
 )
-from benchmarks.gpu_memory import outside_bytes, unused_pool_bytes
+from benchmarks.gpu_memory import unused_pool_bytes, used_mib
 from halley.core.config import RunConfig
 from halley.fused.bounded import BoundedStep, CapturedStep
 from halley.integrations.transformers import find_extension_point
@@ -128,10 +129,9 @@ def measure(job: Job) -> dict[str, Measured]:
         for each, value in zip(local, saved, strict=True):
             each.copy_(value)
         found[name] = train(job, model, step, device, model_bytes)
-    outside_mib = None
+    used = None
     if len(steps) == 1 and not job.on_cpu:
-        used = [outside_bytes(device) / 2**20]
-        (outside_mib,) = max_over_ranks(used, device=device, group=dist.group.WORLD)
+        (used,) = max_over_ranks([used_mib(device)], device=device, group=dist.group.WORLD)
     optimizer = make_optimizer(model.parameters())
     ids = job.tokens(dist.get_rank(), CHECKED_STEP)[:, :-1].to(device)
     runs = {name: partial(timed_step, step, ids, optimizer) for name, step in steps.items()}
@@ -148,7 +148,7 @@ def measure(job: Job) -> dict[str, Measured]:
             losses=losses,
             gradient_norm=norm,
             peak_mib=peak_mib or None,
-            outside_mib=outside_mib,
+            used_mib=used,
             ran=describe(steps[name]) if job.variants[name].experts == "halley" else "",
         )
         for name, (losses, norm, peak_mib) in found.items()
@@ -158,11 +158,12 @@ def measure(job: Job) -> dict[str, Measured]:
 def train(
     job: Job, model: Any, forward_backward: Step, device: torch.device, model_bytes: int
 ) -> tuple[list[float], float, float]:
-    """Return losses of the first steps, and the experts' gradient norm and memory in these steps.
+    """Return losses of the first steps, and of the last of them the experts' gradient norm and MiB.
 
-    Norm and memory are those of the last step, which CUDA graphs replay. The memory is the peak of
-    the rank with the largest one, in MiB, without what earlier variants hold.
+    CUDA graphs replay the last step. Its memory is the peak of the rank with the largest one,
+    without what earlier variants hold. Before it, unused memory is freed.
     """
+    assert CHECKED_STEP > 2  # the second step captures, and has two kinds of memory
     earlier_bytes = peak_bytes = 0
     if not job.on_cpu:
         torch._C._cuda_clearCublasWorkspaces()
@@ -172,6 +173,8 @@ def train(
     for step in range(CHECKED_STEP):
         ids = job.tokens(dist.get_rank(), step)[:, :-1].to(device)
         if step + 1 == CHECKED_STEP and not job.on_cpu:
+            gc.collect()
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         losses.append(forward_backward(ids).to(torch.float32, copy=True))
         if step + 1 == CHECKED_STEP:
