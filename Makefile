@@ -20,7 +20,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.demo --output runs/demo
 
-# `make lint` checks types, too.
+# Types are checked by `make lint`.
 test: style
 	$(BIN)/pytest -q -n 2 --dist worksteal --durations=10
 

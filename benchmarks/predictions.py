@@ -136,7 +136,7 @@ def compare() -> Iterator[Comparison]:
         for row in _read(f"h200x2/{path.name}"):
             if row["median_us"] and row["predicted_us"]:
                 yield Comparison(
-                    section="compiled steps, predicted before the run",
+                    section="compiled steps, predictions of the files",
                     workload=f"{row['model']} {path.stem}",
                     strategy=row["variant"],
                     measured_us=row["median_us"],

@@ -89,9 +89,10 @@ class Job:
 class Measured:
     """Measurements of a variant: all ranks' maximum, except for losses, which are means.
 
-    ``peak_mib`` is the peak of the memory of tensors after the first steps, with all memory of the
-    pools of CUDA graphs. ``used_mib`` is the used memory of the GPU at the end of one of these
-    steps, before which torch's cache was emptied; None if the job has several variants.
+    Memory is that of steps that a CUDA graph replays, or of the same steps without a graph.
+    ``peak_mib`` is the peak of the memory of tensors, with all memory of the pools of CUDA graphs.
+    ``used_mib`` is the used memory of the GPU at the end of a step, before which torch's cache was
+    emptied; None if the job has several variants.
     """
 
     samples_us: list[float]
