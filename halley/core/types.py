@@ -68,6 +68,9 @@ class Experts:
         up_LGD: weights of the first GEMM, ``(L, 2F, D)`` for swiglu, ``(L, F, D)`` for gelu.
         down_LDF: weights of the second GEMM, ``(L, D, F)``.
         activation: "swiglu" is ``silu(gate) * up``; "gelu" is the exact (erf) form.
+        sources: if ``up_LGD`` and ``down_LDF`` are copies of other tensors: these tensors, which
+            are ``gate_LFD``, ``up_LFD`` and ``down_LDF``, of any floating dtype. A strategy may
+            compute their gradients directly, as if it did not read the copies.
     """
 
     up_LGD: torch.Tensor
@@ -75,6 +78,7 @@ class Experts:
     up_bias_LG: torch.Tensor | None = None
     down_bias_LD: torch.Tensor | None = None
     activation: Activation = "swiglu"
+    sources: tuple[torch.Tensor, ...] = ()
 
     def __post_init__(self) -> None:
         # Compare here, so that torch.compile traces check_choice only if the value is wrong.
@@ -92,9 +96,9 @@ class Experts:
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> "Experts":
-        """Return a copy of the experts in which attributes named in ``tensors`` are replaced."""
+        """Return a copy in which attributes named in ``tensors`` are replaced, without sources."""
         changes: dict[str, Any] = dict(tensors)
-        return replace(self, **changes)
+        return replace(self, **changes, sources=())
 
     def split(self, sizes: list[int]) -> list["Experts"]:
         """Return views of consecutive ranges of the experts; range i has ``sizes[i]`` experts."""

@@ -6,6 +6,8 @@ autograd. Under ``torch.compile`` the graph has these operators of the library `
 - ``fused_experts``: the forward pass, with a gradient.
 - ``fused_experts_backward``: the backward pass without weight gradients.
 - ``weight_gemm``: the gradient of one projection; compiler passes can move it under a collective.
+  If the projections are copies of other tensors (``core.types.Experts.sources``), its results are
+  the gradients of these, in their dtype: else autograd would split and cast them, which takes time.
 - ``end_pass``: returns a new value of the ordering token that depends on the result of a pass.
 
 All ranks must run their passes in the same order, but a compiler may reorder operators that share
@@ -33,6 +35,10 @@ from halley.fused.passes import (
 )
 from halley.ops.kernels.launch import compile_only, is_aligned
 from halley.ops.library import define
+
+
+# Numbers of inputs of the operator ``fused_experts``; its last three are the sources.
+_UP, _DOWN, _HANDLE, _SOURCES = 2, 3, 8, 10
 
 
 @final
@@ -280,8 +286,12 @@ def _fake_forward(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *call, ctx.workspaces_handle, ctx.ordering_token = inputs
-    _save_for_backward(ctx, LayerCall(*call), LayerResult(*output))
+    ctx.workspaces_handle, ctx.ordering_token, *sources = inputs[_HANDLE:]
+    # By number of the input: the sources' dtypes.
+    ctx.source_dtypes = {
+        _SOURCES + i: source.dtype for i, source in enumerate(sources) if source is not None
+    }
+    _save_for_backward(ctx, LayerCall(*inputs[:_HANDLE]), LayerResult(*output))
 
 
 def _backward_of_op(ctx: Any, dy_TD: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
@@ -294,14 +304,21 @@ def _backward_of_op(ctx: Any, dy_TD: torch.Tensor, *_: object) -> tuple[torch.Te
     )  # fmt: skip
     if ctx.ordering_token is not None:
         _end_pass(ctx.ordering_token, dx_TD)
-    dup = ddown = None
-    num_experts, weight_gemm = up_LGD.shape[0], torch.ops.halley.weight_gemm.default
-    if ctx.needs_input_grad[3]:
-        ddown = weight_gemm(dy_RD, weighted_RF, plan, plan_id, num_experts, ctx.workspaces_handle)
-    if ctx.needs_input_grad[2]:
-        rows_RD = saved if ctx.save == "all" else rows_RD
-        dup = weight_gemm(dpre_RG, rows_RD, plan, plan_id, num_experts, ctx.workspaces_handle)
-    return dx_TD, dweights_TK.to(ctx.weights_dtype), dup, ddown, *[None] * 6
+    rows_RD = saved if ctx.save == "all" else rows_RD
+    # Operands of the weight-gradient GEMMs, by number of the input that gets the gradient.
+    operands = {_DOWN: (dy_RD, weighted_RF), _UP: (dpre_RG, rows_RD)}
+    if ctx.source_dtypes:
+        dgate_RF, dup_RF = dpre_RG.chunk(2, dim=1)
+        gate, up, down = range(_SOURCES, _SOURCES + 3)
+        operands = {down: operands[_DOWN], gate: (dgate_RF, rows_RD), up: (dup_RF, rows_RD)}
+    gradients: list[torch.Tensor | None] = [dx_TD, dweights_TK.to(ctx.weights_dtype), *[None] * 11]
+    where = (plan, plan_id, up_LGD.shape[0], ctx.workspaces_handle)
+    for index, (grad_RM, rows_RN) in operands.items():
+        if ctx.needs_input_grad[index]:
+            is_wide = ctx.source_dtypes.get(index) == torch.float32
+            dtype = torch.float32 if is_wide else None
+            gradients[index] = torch.ops.halley.weight_gemm.default(grad_RM, rows_RN, *where, dtype)
+    return tuple(gradients)
 
 
 def _backward_op(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
@@ -333,10 +350,16 @@ def _fake_backward(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _weight_gemm_op(grad: torch.Tensor, rows: torch.Tensor, *args: Any) -> torch.Tensor | None:
-    plan, plan_id, _, workspaces_handle = args
+    plan, plan_id, _, workspaces_handle, *dtype = args
     workspace, layout = find_workspaces(workspaces_handle).find_plan(int(plan_id))
     experts = find_experts(layout, plan)
-    return launch_weight_gradient(workspace.context(), grad, rows, experts=experts)
+    launch = partial(launch_weight_gradient, workspace.context(), experts=experts)
+    return launch(grad, rows, dtype=dtype[0] if dtype else None)
+
+
+def _fake_weight_gemm(grad: torch.Tensor, rows: torch.Tensor, *args: Any) -> torch.Tensor:
+    shape = (args[2], grad.shape[1], rows.shape[1])
+    return rows.new_empty(shape, dtype=args[4] if len(args) > 4 else None)
 
 
 def _new_token(after: torch.Tensor) -> torch.Tensor:
@@ -345,7 +368,8 @@ def _new_token(after: torch.Tensor) -> torch.Tensor:
 
 define(
     "fused_experts(Tensor x, Tensor weights, Tensor up, Tensor down, Tensor topk_idx, bool gated, "
-    "bool fused, str save, int workspaces_handle, Tensor? ordering_token=None) "
+    "bool fused, str save, int workspaces_handle, Tensor? ordering_token=None, "
+    "Tensor? gate_source=None, Tensor? up_source=None, Tensor? down_source=None) "
     "-> (Tensor y, Tensor plan, Tensor plan_id, Tensor rows, Tensor pre)",
     _forward_op,
     _fake_forward,
@@ -364,9 +388,9 @@ define(
 )
 define(
     "weight_gemm(Tensor grad, Tensor rows, Tensor plan, Tensor plan_id, int num_experts, "
-    "int workspaces_handle) -> Tensor",
+    "int workspaces_handle, ScalarType? dtype=None) -> Tensor",
     _weight_gemm_op,
-    lambda grad, rows, *args: rows.new_empty(args[2], grad.shape[1], rows.shape[1]),
+    _fake_weight_gemm,
     host_reads=True,
 )
 define("end_pass(Tensor after) -> Tensor", _new_token, _new_token)

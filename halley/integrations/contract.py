@@ -54,12 +54,10 @@ class LocalExperts:
     reason: str = ""  # why ``stacked`` is None ("the activation is ReLU"); else ""
 
 
-def stack_swiglu(
-    gate_LFD: torch.Tensor, up_LFD: torch.Tensor, down_LDF: torch.Tensor, *, dtype: torch.dtype
-) -> Experts:
-    """Return SwiGLU ``Experts`` in ``dtype``; gate and up are concatenated, which copies them."""
-    gate_LFD, up_LFD, down_LDF = (weight.to(dtype) for weight in (gate_LFD, up_LFD, down_LDF))
-    return Experts(up_LGD=torch.cat([gate_LFD, up_LFD], dim=1), down_LDF=down_LDF)
+def stack_swiglu(*sources: torch.Tensor, dtype: torch.dtype) -> Experts:
+    """Return SwiGLU ``Experts``: copies in ``dtype`` of gate, up (L, F, D) and down (L, D, F)."""
+    gate, up, down = (weight.to(dtype) for weight in sources)
+    return Experts(up_LGD=torch.cat([gate, up], dim=1), down_LDF=down, sources=sources)
 
 
 @final

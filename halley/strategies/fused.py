@@ -118,7 +118,8 @@ class FusedStrategy(AbstractStrategy):
         self._check_all(x_TD, routing, experts)
         backward = wants_gradients(x_TD, routing, experts)
         call = self._call(x_TD, routing, experts, backward=backward)
-        return torch.ops.halley.fused_experts.default(*call, self.workspaces.handle)[0]
+        operator = torch.ops.halley.fused_experts.default
+        return operator(*call, self.workspaces.handle, None, *experts.sources)[0]
 
     def prepare(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> Workspace:
         """Check inputs; return the layer's buffers. If missing, allocate them: a collective."""

@@ -117,12 +117,13 @@ def make_tensors(
         values = torch.empty(shape, dtype=case.dtype, device=device)
         return values.normal_(0.0, 1.0, generator=generator)
 
-    weights = {"up_LGD": held.gate_up_proj, "down_LDF": held.down_proj}
     return LayerTensors(
         groups=groups,
         x_TD=draw().requires_grad_(),
         routing=routing,
-        experts=Experts(activation=moe.activation, **weights),
+        experts=Experts(
+            up_LGD=held.gate_up_proj, down_LDF=held.down_proj, activation=moe.activation
+        ),
         grad_TD=draw(),
         counts_WE=counts_WE,
         placement=placement,

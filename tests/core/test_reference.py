@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def _make(
         return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
 
     up_size = 6 if activation == "swiglu" else 3
-    weights = {"up_LGD": normal(5, up_size, 4), "down_LDF": normal(5, 4, 3)}
+    weights: dict[str, Any] = {"up_LGD": normal(5, up_size, 4), "down_LDF": normal(5, 4, 3)}
     if bias:
         weights |= {"up_bias_LG": normal(5, up_size), "down_bias_LD": normal(5, 4)}
     experts = Experts(**weights, activation=activation)

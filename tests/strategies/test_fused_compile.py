@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from halley.core.types import Save
+from halley.core.types import Routing, Save
 from halley.distributed.mesh import build_groups
 from halley.fused import passes
 from halley.fused.buffers import Workspace, Workspaces
+from halley.integrations.contract import stack_swiglu
 from halley.moe.layer import MoELayer
 from tests.moe.model_case import MODELS, destroy
 from tests.rank_pool import RunRanks
@@ -21,11 +22,18 @@ from tests.strategies.layer_case import (
     build,
     import_inductor,
     make_inputs,
+    make_tokens,
     train,
 )
 
 
 HIDDEN = 16
+_BFLOAT16: dict[str, Any] = {"num_experts": 4, "dtype": torch.bfloat16}
+SOURCES = (
+    LayerCase(num_tokens_W=(9, 6), skew="empty-expert", **_BFLOAT16),  # its gate is frozen
+    LayerCase(num_tokens_W=(0, 70), **_BFLOAT16),
+    LayerCase(num_tokens_W=(33, 5), skew="one-hot", top_k=1, **_BFLOAT16),
+)
 
 
 @torch.no_grad()
@@ -80,6 +88,44 @@ def _compare_gradients(rank: int, num_ranks: int, save: Save) -> None:
         assert len(got) == len(want) == 5
         assert_same(got, want, case)
     layer.workspaces.close()
+
+
+def compare_sources(rank: int, num_ranks: int, device: torch.device) -> None:
+    """Compare gradients of sources with those of their copies, which are sums rounded once more."""
+    layer = build(Workspaces(dist.group.WORLD, device), save="inputs" if rank else "all")
+
+    def run(x_TD: torch.Tensor, routing: Routing, *sources: torch.Tensor) -> torch.Tensor:
+        return layer.forward_in_graph(x_TD, routing, stack_swiglu(*sources, dtype=x_TD.dtype))
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for case in SOURCES:
+        want = train(layer.forward, case, rank, device=device)
+        x_TD, routing, experts = make_inputs(case, rank, device=device)
+        gate, up = experts.up_LGD.detach().chunk(2, dim=1)
+        down = experts.down_LDF.detach()
+        sources = [gate.float(), up.clone(), down.float()]
+        for source in sources:
+            source.requires_grad_(source is not sources[0] or case is not SOURCES[0])
+        torch.compiler.reset()
+        y_TD = compiled(x_TD, routing, *sources)
+        y_TD.backward(make_tokens(case, rank)[2].to(device))
+        wants = [*want["up_LGD.grad"].chunk(2, dim=1), want["down_LDF.grad"]]
+        assert torch.equal(y_TD, want["y"])
+        for source, wanted in zip(sources, wants, strict=True):
+            grad = source.grad
+            if not source.requires_grad:
+                assert grad is None
+                continue
+            assert grad is not None
+            assert grad.is_contiguous()
+            assert torch.equal(grad.to(wanted.dtype), wanted), case
+            if source.dtype == torch.float32 and wanted.any():
+                assert not torch.equal(grad, wanted.float())  # sums keep their float32 digits
+    layer.workspaces.close()
+
+
+def test_weights_that_are_copied_get_gradients_of_their_dtype(run_ranks: RunRanks) -> None:
+    run_ranks(compare_sources, 2, CPU)
 
 
 @pytest.mark.parametrize(("num_ranks", "save"), [(1, "inputs"), (2, "recompute")])

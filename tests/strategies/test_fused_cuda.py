@@ -27,6 +27,7 @@ from tests.strategies.layer_case import (
     run_forward,
     train,
 )
+from tests.strategies.test_fused_compile import compare_sources
 
 
 MAX_TOKENS = 320
@@ -228,3 +229,11 @@ def test_missing_rank_is_named_and_a_new_strategy_works(
     for rank in set(range(num_ranks)) - {1}:
         assert told[rank].startswith(f"rank {rank}: rank 1 did not publish its routing")
     run_ranks(_check, num_ranks, _cases(num_ranks, dtype=torch.bfloat16)[:4], timeout_s=120)
+
+
+def _compare_sources(rank: int, num_ranks: int) -> None:
+    compare_sources(rank, num_ranks, device_of(rank))
+
+
+def test_weights_that_are_copied_get_gradients_of_their_dtype(run_ranks: RunRanks) -> None:
+    run_ranks(_compare_sources, 2)

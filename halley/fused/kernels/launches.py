@@ -316,16 +316,19 @@ def launch_weight_gradient(
     main_grad: torch.Tensor | None = None,
     *,
     experts: tuple[torch.Tensor, torch.Tensor],
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor | None:
     """Launch one projection's weight-gradient GEMM; return the gradient (None with ``main_grad``).
 
     The gradient ``(L, M, N)`` is summed in float32. With ``main_grad`` it is added to that buffer.
+    Else its dtype is ``dtype``, float32 or that of the rows, which is the default.
     ``experts`` are the results of ``find_experts``, stacked ``(P, L)`` for a layer of P parts.
     """
     begin, num_rows = experts
     out_LMN = main_grad
     if out_LMN is None:
-        out_LMN = rows_RN.new_empty(begin.shape[-1], grad_RM.shape[1], rows_RN.shape[1])
+        shape = (begin.shape[-1], grad_RM.shape[1], rows_RN.shape[1])
+        out_LMN = rows_RN.new_empty(shape, dtype=dtype)
     weight_gemm(
         out_LMN,
         grad_RM,
