@@ -245,9 +245,10 @@ def run_backward(
 
     Args:
         inputs: gradient of the output; saved rows (with save "recompute", the tokens), plan and
-            ``pre_RG`` of the forward; both projections; expert ids. Saved token copies are replaced
-            by None after their last use. With ``keeps_operands`` also the buffers that take
-            ``dpre_RG``, ``weighted_RF``, ``dy_RD`` and ``rows_RD`` of ``TokenGradients``.
+            ``pre_RG`` of the forward; both projections; expert ids. ``pre_RG`` and saved token
+            copies are replaced by None after their last use. With ``keeps_operands`` also the
+            buffers that take ``dpre_RG``, ``weighted_RF``, ``dy_RD`` and ``rows_RD`` of
+            ``TokenGradients``.
         main_grads: for each projection, the buffer to which its gradient is added, or None.
 
     Returns:
@@ -332,7 +333,8 @@ def launch_token_gradients(
         gated=options.gated,
         fused=options.fused,
     )
-    del pre_RG, weight_R  # frees a recomputed pre_RG
+    del pre_RG, weight_R
+    release(inputs, _PRE)  # frees ``pre_RG``, which later launches do not read
     dx_TD = dy_TD.new_empty(topk_idx_TK.shape[0], up_LGD.shape[2])
     dweights_TK = dy_TD.new_empty(topk_idx_TK.shape, dtype=torch.float32)
     gemm_combine(

@@ -264,13 +264,15 @@ def _backward_bytes(
         number = num_parameters(model, ep_size=where.ep_size, tp_size=where.tp_size)
         whole = 3 * (number - 2 * model.vocab_size * hidden) / model.num_layers * _ITEMSIZE
         share = where.ep_size / where.num_ranks
-    # Gradients of the pre-activations, weighted activations and output rows, in fused layers with
-    # the rows of the combine; then with the gradient of the second projection; then (the last two
-    # are free) with those of both projections.
-    combine = num_rows * (up_size + inner + 2 * hidden) * _ITEMSIZE if where.runs_kernels else 0.0
-    first = num_rows * (up_size + inner + hidden) * _ITEMSIZE + down * _ITEMSIZE
-    second = num_rows * up_size * _ITEMSIZE + (up + down) * _ITEMSIZE
+    # Gradients of the pre-activations, weighted activations and output rows; in fused layers, the
+    # saved pre-activations are free afterwards, and the combine has rows. Then the gradient of the
+    # second projection; then (weighted activations and output rows are free) those of both.
+    rows = num_rows * (up_size + inner + hidden) * _ITEMSIZE
+    free = num_rows * up_size * _ITEMSIZE if where.runs_kernels else 0.0
+    combine = rows - free + num_rows * hidden * _ITEMSIZE if where.runs_kernels else 0.0
+    first = rows - free + down * _ITEMSIZE
+    second = num_rows * up_size * _ITEMSIZE - free + (up + down) * _ITEMSIZE
     # Then saved rows are free, and the float32 sums of both projections exist beside the last
     # gradient in bfloat16.
     third = (up + down) * 4 * share + up * _ITEMSIZE - routed
-    return whole + dx + max(combine, first, second, third)
+    return whole + dx + max(rows, combine, first, second, third)

@@ -2,13 +2,16 @@
 
 import re
 import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.library import opcheck
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from halley.core.types import Save
+from halley.fused import passes
 from halley.fused.buffers import BufferShape, Workspaces, find_workspaces
 from halley.fused.op import fused_experts
 from halley.fused.passes import LayerCall, LayerResult, run_forward
@@ -102,6 +105,28 @@ def test_forward_operator_passes_opcheck(save: Save, strided: bool) -> None:
     leaves = [t.clone().requires_grad_() for t in (x_TD, WEIGHTS_TK, UP_LGD, DOWN_LDF)]
     args = (*leaves, IDS_TK, False, True, save, workspaces.handle)
     opcheck(torch.ops.halley.fused_experts.default, args, test_utils=CHECKS)
+
+
+def test_pre_activations_are_free_before_weight_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both would else be in memory at the peak of backward."""
+    workspaces, seen, launch = Workspaces(None, CPU), list[bool](), passes.launch_weight_gradient
+    up_LGD, down_LDF = (weight.clone().requires_grad_() for weight in (UP_LGD, DOWN_LDF))
+    call = LayerCall(X_TD, WEIGHTS_TK, up_LGD, down_LDF, IDS_TK, False, True, "all")
+    y_TD = fused_experts(call, workspaces.handle)
+    assert y_TD.grad_fn is not None
+    pre_RG = y_TD.grad_fn.saved_tensors[3]  # pyright: ignore[reportAttributeAccessIssue]
+    memory = StorageWeakRef(pre_RG.untyped_storage())
+    del pre_RG
+
+    def note(*args: Any, **options: Any) -> torch.Tensor | None:
+        seen.append(memory.expired())
+        return launch(*args, **options)
+
+    monkeypatch.setattr(passes, "launch_weight_gradient", note)
+    y_TD.backward(DY_TD)
+    assert seen == [True, True]
 
 
 def test_later_calls_leave_earlier_results() -> None:
