@@ -176,9 +176,10 @@ def layer_memory(
     down_grad = num_local * shape.hidden_size * activation_bytes
     up_grad = num_local * shape.hidden_size * pre_bytes
 
-    saved = 4 * plan_words
+    saved, saved_pre = 4 * plan_words, 0
     if save == "all":
-        saved += capacity_rows * (row_bytes + pre_bytes)
+        saved_pre = capacity_rows * pre_bytes
+        saved += capacity_rows * row_bytes + saved_pre
         recomputed_rows = recomputed_pre = recomputed_activations = 0
     else:
         saved += copies if save == "inputs" else 0
@@ -194,13 +195,14 @@ def layer_memory(
     # The gradient of ``pre`` has the size ``pre``, activations times routing weights have the size
     # ``activations``, output gradients with a row per expert of a token have ``rows``.
     dispatched = until_end + recomputed_pre + pre + activations + rows + weight_grads
+    combined = dispatched - recomputed_pre - saved_pre  # nothing reads "pre" after the dispatch
     peak = max(
         forward,
         at_start + recomputed_pre + recomputed_activations,
         dispatched + weights,
-        dispatched - recomputed_pre + rows + results,
-        dispatched - recomputed_pre - weight_grads + results + down_grad,
-        until_end + pre + results + down_grad + up_grad,
+        combined + rows + results,
+        combined - weight_grads + results + down_grad,
+        until_end - saved_pre + pre + results + down_grad + up_grad,
     )
     return LayerMemory(saved=saved, peak=peak)
 
