@@ -68,9 +68,9 @@ class Experts:
         up_LGD: weights of the first GEMM, ``(L, 2F, D)`` for swiglu, ``(L, F, D)`` for gelu.
         down_LDF: weights of the second GEMM, ``(L, D, F)``.
         activation: "swiglu" is ``silu(gate) * up``; "gelu" is the exact (erf) form.
-        sources: if ``up_LGD`` and ``down_LDF`` are copies of other tensors: these tensors, which
-            are ``gate_LFD``, ``up_LFD`` and ``down_LDF``, of any floating dtype. A strategy may
-            compute their gradients directly, as if it did not read the copies.
+        sources: empty, or the tensors of which ``up_LGD`` and ``down_LDF`` are copies: gate and up,
+            both ``(L, F, D)``, and down ``(L, D, F)``, of any floating dtype. A strategy may then
+            return the gradients of these tensors, and none of the copies.
     """
 
     up_LGD: torch.Tensor

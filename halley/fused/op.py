@@ -6,8 +6,9 @@ autograd. Under ``torch.compile`` the graph has these operators of the library `
 - ``fused_experts``: the forward pass, with a gradient.
 - ``fused_experts_backward``: the backward pass without weight gradients.
 - ``weight_gemm``: the gradient of one projection; compiler passes can move it under a collective.
-  If the projections are copies of other tensors (``core.types.Experts.sources``), its results are
-  the gradients of these, in their dtype: else autograd would split and cast them, which takes time.
+  If the projections are copies of other tensors (``core.types.Experts.sources``), the gradients
+  of those tensors are computed instead, float32 ones in float32. So autograd need not split and
+  cast the gradients of the copies.
 - ``end_pass``: returns a new value of the ordering token that depends on the result of a pass.
 
 All ranks must run their passes in the same order, but a compiler may reorder operators that share
@@ -287,8 +288,7 @@ def _fake_forward(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     ctx.workspaces_handle, ctx.ordering_token, *sources = inputs[_HANDLE:]
-    # By number of the input: the sources' dtypes.
-    ctx.source_dtypes = {
+    ctx.source_dtypes = {  # keys: numbers of the inputs
         _SOURCES + i: source.dtype for i, source in enumerate(sources) if source is not None
     }
     _save_for_backward(ctx, LayerCall(*inputs[:_HANDLE]), LayerResult(*output))
@@ -350,16 +350,15 @@ def _fake_backward(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _weight_gemm_op(grad: torch.Tensor, rows: torch.Tensor, *args: Any) -> torch.Tensor | None:
-    plan, plan_id, _, workspaces_handle, *dtype = args
+    plan, plan_id, _, workspaces_handle, dtype = args
     workspace, layout = find_workspaces(workspaces_handle).find_plan(int(plan_id))
-    experts = find_experts(layout, plan)
-    launch = partial(launch_weight_gradient, workspace.context(), experts=experts)
-    return launch(grad, rows, dtype=dtype[0] if dtype else None)
+    launch = partial(launch_weight_gradient, experts=find_experts(layout, plan), dtype=dtype)
+    return launch(workspace.context(), grad, rows)
 
 
 def _fake_weight_gemm(grad: torch.Tensor, rows: torch.Tensor, *args: Any) -> torch.Tensor:
-    shape = (args[2], grad.shape[1], rows.shape[1])
-    return rows.new_empty(shape, dtype=args[4] if len(args) > 4 else None)
+    _, _, num_experts, _, dtype = args
+    return rows.new_empty((num_experts, grad.shape[1], rows.shape[1]), dtype=dtype)
 
 
 def _new_token(after: torch.Tensor) -> torch.Tensor:
@@ -388,7 +387,7 @@ define(
 )
 define(
     "weight_gemm(Tensor grad, Tensor rows, Tensor plan, Tensor plan_id, int num_experts, "
-    "int workspaces_handle, ScalarType? dtype=None) -> Tensor",
+    "int workspaces_handle, ScalarType? dtype) -> Tensor",
     _weight_gemm_op,
     _fake_weight_gemm,
     host_reads=True,

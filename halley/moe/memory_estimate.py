@@ -264,15 +264,16 @@ def _backward_bytes(
         number = num_parameters(model, ep_size=where.ep_size, tp_size=where.tp_size)
         whole = 3 * (number - 2 * model.vocab_size * hidden) / model.num_layers * _ITEMSIZE
         share = where.ep_size / where.num_ranks
-    # Gradients of the pre-activations, weighted activations and output rows; in fused layers, the
-    # saved pre-activations are free afterwards, and the combine has rows. Then the gradient of the
-    # second projection; then (weighted activations and output rows are free) those of both.
-    rows = num_rows * (up_size + inner + hidden) * _ITEMSIZE
-    free = num_rows * up_size * _ITEMSIZE if where.runs_kernels else 0.0
-    combine = rows - free + num_rows * hidden * _ITEMSIZE if where.runs_kernels else 0.0
-    first = rows - free + down * _ITEMSIZE
-    second = num_rows * up_size * _ITEMSIZE - free + (up + down) * _ITEMSIZE
+    # Gradients of the pre-activations, weighted activations and output rows. Then the gradient of
+    # the second projection; then (the last two are free) those of both projections.
+    pre = num_rows * up_size * _ITEMSIZE
+    rows = pre + num_rows * (inner + hidden) * _ITEMSIZE
+    later = max(rows + down * _ITEMSIZE, pre + (up + down) * _ITEMSIZE)
+    if where.runs_kernels:
+        # Fused layers have the rows of the combine after ``rows``. From then on, their saved
+        # pre-activations, which have the size of ``pre``, are free.
+        later = max(later, rows + num_rows * hidden * _ITEMSIZE) - pre
     # Then saved rows are free, and the float32 sums of both projections exist beside the last
     # gradient in bfloat16.
     third = (up + down) * 4 * share + up * _ITEMSIZE - routed
-    return whole + dx + max(rows, combine, first, second, third)
+    return whole + dx + max(rows, later, third)
