@@ -350,14 +350,14 @@ def _fake_backward(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _weight_gemm_op(grad: torch.Tensor, rows: torch.Tensor, *args: Any) -> torch.Tensor | None:
-    plan, plan_id, _, workspaces_handle, dtype = args
+    plan, plan_id, _, workspaces_handle, dtype = (*args, None)[:5]
     workspace, layout = find_workspaces(workspaces_handle).find_plan(int(plan_id))
     launch = partial(launch_weight_gradient, experts=find_experts(layout, plan), dtype=dtype)
     return launch(workspace.context(), grad, rows)
 
 
 def _fake_weight_gemm(grad: torch.Tensor, rows: torch.Tensor, *args: Any) -> torch.Tensor:
-    _, _, num_experts, _, dtype = args
+    _, _, num_experts, _, dtype = (*args, None)[:5]
     return rows.new_empty((num_experts, grad.shape[1], rows.shape[1]), dtype=dtype)
 
 
@@ -385,9 +385,10 @@ define(
     _fake_backward,
     host_reads=True,
 )
+# ``dtype`` has a default value because code in Inductor's cache may be older than this argument.
 define(
     "weight_gemm(Tensor grad, Tensor rows, Tensor plan, Tensor plan_id, int num_experts, "
-    "int workspaces_handle, ScalarType? dtype) -> Tensor",
+    "int workspaces_handle, ScalarType? dtype=None) -> Tensor",
     _weight_gemm_op,
     _fake_weight_gemm,
     host_reads=True,

@@ -62,7 +62,7 @@ def test_all_to_alls_and_fused_layers_keep_their_order_and_a_weight_gradient_mov
     first = call(halley.fused_experts.default, *[rows] * 5, True, True, "all", 0, name="first")
     b.all_to_all(rows, "a2a")
     b.all_to_all(rows, "last_a2a")
-    gradient = call(halley.weight_gemm.default, rows, rows, plan, plan, 2, 0, None, name="gradient")
+    gradient = call(halley.weight_gemm.default, rows, rows, plan, plan, 2, 0, name="gradient")
     second = call(
         halley.fused_experts_backward.default, *[rows] * 7, plan, True, True, "all", 0,
         name="second",
