@@ -350,15 +350,16 @@ def _fake_backward(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _weight_gemm_op(grad: torch.Tensor, rows: torch.Tensor, *args: Any) -> torch.Tensor | None:
-    plan, plan_id, _, workspaces_handle, dtype = (*args, None)[:5]
+    plan, plan_id, _, workspaces_handle, *dtypes = args
     workspace, layout = find_workspaces(workspaces_handle).find_plan(int(plan_id))
-    launch = partial(launch_weight_gradient, experts=find_experts(layout, plan), dtype=dtype)
-    return launch(workspace.context(), grad, rows)
+    launch = partial(launch_weight_gradient, workspace.context(), grad, rows)
+    return launch(experts=find_experts(layout, plan), dtype=next(iter(dtypes), None))
 
 
 def _fake_weight_gemm(grad: torch.Tensor, rows: torch.Tensor, *args: Any) -> torch.Tensor:
-    _, _, num_experts, _, dtype = (*args, None)[:5]
-    return rows.new_empty((num_experts, grad.shape[1], rows.shape[1]), dtype=dtype)
+    _, _, num_experts, _, *dtypes = args
+    shape = (num_experts, grad.shape[1], rows.shape[1])
+    return rows.new_empty(shape, dtype=next(iter(dtypes), None))
 
 
 def _new_token(after: torch.Tensor) -> torch.Tensor:
