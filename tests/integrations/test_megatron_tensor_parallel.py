@@ -67,7 +67,8 @@ def test_values_of_a_layer_with_tensor_parallel_experts(
     """Also of a rank's shards alone, before data parallelism sums their gradients."""
     case = CASES[name]
     expected = run_ranks(_run_layer, case.num_ranks, case)
-    found = run_ranks(_run_layer, case.num_ranks, replace(case, strategy=strategy))
+    enabled = replace(case, strategy=strategy)
+    found = run_ranks(_run_layer, case.num_ranks, enabled, timeout_s=180.0)
     for values, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-5)
         assert all(value.any() for value in values)
