@@ -25,8 +25,7 @@ def build_layer(num_ranks: int) -> Any:
 
     from halley.integrations.megatron import enable
 
-    if not parallel_state.is_initialized():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks)
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks)
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,

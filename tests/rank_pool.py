@@ -37,7 +37,6 @@ _PRELOAD = ("torch._inductor.compile_fx", "torch.testing", "pytest", "tests.rank
 # Frameworks that ranks import only if the tests have, because each takes seconds.
 _FRAMEWORKS = ("transformers.modeling_utils",)
 _NEWER_FRAMEWORK = ".* is newer than .*, the newest that Halley is tested with"  # a warning
-_KEEP_GROUPS = ("deepspeed", "megatron")  # frameworks that create groups once per process
 # Tracing makes so many objects that, with Python's own limit, a tenth of the time goes into
 # collections that look at all objects of torch again.
 OBJECTS_PER_COLLECTION = 10_000
@@ -212,7 +211,7 @@ def _forget_groups() -> None:
     The threads of a gloo group wake up a hundred times a second as long as the group lives. DTensor
     would reuse the destroyed groups for a new mesh of the same shape.
     """
-    if any(name in sys.modules for name in _KEEP_GROUPS):
+    if "deepspeed" in sys.modules:  # which creates its groups once per process
         return
     _clear_sharding_prop_cache()
     for group in set(_world.pg_map) - {dist.group.WORLD}:

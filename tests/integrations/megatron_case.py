@@ -1,6 +1,7 @@
 """A two-layer Megatron-Core model that trains on CPU ranks, with and without Halley."""
 
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import queue
@@ -104,12 +105,17 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
+def forget_groups() -> None:
+    """Make Megatron forget the groups of earlier calls, which the pool of ranks has destroyed."""
+    parallel_state.destroy_model_parallel()
+    gc.collect()  # models in reference cycles have the groups, whose threads run until then
+
+
 def start(num_ranks: int, **settings: Any) -> None:
     """Create Megatron's process groups, by default expert-parallel ones of at most two ranks."""
     sizes = {"expert_model_parallel_size": min(num_ranks, EP_SIZE)}
     sizes |= {name: value for name, value in settings.items() if name in PARALLEL_SIZES}
-    if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
+    forget_groups()
     parallel_state.initialize_model_parallel(**sizes)
 
 

@@ -20,6 +20,7 @@ from tests.integrations.megatron_case import (
     checkpointing,
     class_and_options,
     experts_of,
+    forget_groups,
     halley_megatron,
     make_config,
     make_spec,
@@ -275,6 +276,7 @@ def test_job_spec_replaces_the_moe_layers_only(run_ranks: RunRanks) -> None:
 
 
 def _run_example(rank: int, num_ranks: int) -> list[str]:
+    forget_groups()
     with warnings.catch_warnings(action="ignore"):  # Megatron warns of its own settings
         return runpy.run_path(str(EXAMPLE))["train"](num_ranks)
 
